@@ -13,17 +13,18 @@ from paceline.layers.bits import by_kernels, makes_exact
 from paceline.layers.by_expert import by_expert
 from paceline.layers.linear import Linear
 from paceline.layers.ops import clamped_swiglu
-from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.routing import route
 from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel, PreNormLayer
-from paceline.models.deepseek_shapes import moe_of
+from paceline.models.deepseek_shapes import moe_of, swiglu_shapes
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import NOT_ROUNDED, WeightBag, rounded_weight
-from paceline.models.moe import DealtExperts, Experts, Take, grouped, routing_rule, stacked, weighted_sum
+from paceline.models.moe import DealtExperts, Experts, Take, TakeLinear, grouped, routing_rule, stacked, weighted_sum
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.fp4 import float4_weight, powers_of_two
+from paceline.models.quantization.fusing import fuse_layers
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
 
@@ -33,9 +34,7 @@ def layer_shapes(spec: ModelSpec, mxfp4: bool, experts: int | None = None) -> Sh
     rank; None: all."""
     moe, hidden = moe_of(spec), spec.hidden_size
     experts, wide = moe.num_experts if experts is None else experts, moe.intermediate_size
-    shapes: Shapes = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    shapes |= attention_shapes(spec, hidden) | {"self_attn.sinks": (spec.num_heads,)}
-    shapes |= {"mlp.router.weight": (moe.num_experts, hidden), "mlp.router.bias": (moe.num_experts,)}
+    shapes = _shapes_around_experts(spec)
     for name, out, width in (("gate_up_proj", 2 * wide, hidden), ("down_proj", hidden, wide)):
         shapes[f"mlp.experts.{name}_bias"] = (experts, out)
         if mxfp4:
@@ -44,6 +43,23 @@ def layer_shapes(spec: ModelSpec, mxfp4: bool, experts: int | None = None) -> Sh
             shapes[f"mlp.experts.{name}_scales"] = (experts, out, groups)
         else:
             shapes[f"mlp.experts.{name}"] = (experts, width, out)
+    return shapes
+
+
+def _shapes_around_experts(spec: ModelSpec) -> Shapes:
+    moe, hidden = moe_of(spec), spec.hidden_size
+    shapes: Shapes = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= attention_shapes(spec, hidden) | {"self_attn.sinks": (spec.num_heads,)}
+    return shapes | {"mlp.router.weight": (moe.num_experts, hidden), "mlp.router.bias": (moe.num_experts,)}
+
+
+def named_shapes(spec: ModelSpec, held: range) -> Shapes:
+    """``layer_shapes`` where each of the experts ``held`` has tensors of its own, see NamedExperts."""
+    shapes, hidden, wide = _shapes_around_experts(spec), spec.hidden_size, moe_of(spec).intermediate_size
+    for i in held:
+        shapes |= swiglu_shapes(f"mlp.experts.{i}", hidden, wide)
+        biases = {"gate_proj": wide, "up_proj": wide, "down_proj": hidden}
+        shapes |= {f"mlp.experts.{i}.{name}.bias": (size,) for name, size in biases.items()}
     return shapes
 
 
@@ -92,13 +108,46 @@ class ExpertWeights:
         """Their biases."""
         return self._gate_up_bias[i][0::2], self._gate_up_bias[i][1::2]
 
-    def as_floats(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """What ``gate_up`` and ``down`` have where nothing is a code."""
-        gate, up, down = *self.gate_up(i), self.down(i)
-        assert isinstance(gate, torch.Tensor)
-        assert isinstance(up, torch.Tensor)
-        assert isinstance(down, torch.Tensor)
-        return (gate, up), down
+
+class NamedExperts:
+    """The same where each expert has tensors of its own, gate and up apart, as GGUF files are read. Each is asked for
+    once."""
+
+    def __init__(self, take: Take, linear: TakeLinear, held: range) -> None:
+        """take, linear: a layer's tensor as floats, and as the checkpoint has it; held: the experts' numbers there."""
+        self._take, self._held = take, held
+        self.down_bias = torch.stack([take(f"mlp.experts.{i}.down_proj.bias") for i in held])  # [experts, hidden]
+        self._read: TakeLinear = linear if by_kernels(self.down_bias.device) else take
+
+    def gate_up(self, i: int) -> tuple[LinearWeight, LinearWeight]:
+        """See ExpertWeights."""
+        name = f"mlp.experts.{self._held[i]}"
+        return self._read(f"{name}.gate_proj.weight"), self._read(f"{name}.up_proj.weight")
+
+    def gate_up_bias(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their biases."""
+        name = f"mlp.experts.{self._held[i]}"
+        return self._take(f"{name}.gate_proj.bias"), self._take(f"{name}.up_proj.bias")
+
+    def down(self, i: int) -> LinearWeight:
+        """Expert i's weight of the last product, [hidden, intermediate]."""
+        return self._read(f"mlp.experts.{self._held[i]}.down_proj.weight")
+
+
+AnyExperts = ExpertWeights | NamedExperts
+
+
+def fused_gate_up(weights: AnyExperts, i: int) -> LinearWeight:
+    """Expert i's gate above its up, [2 * intermediate, hidden]."""
+    gate, up = weights.gate_up(i)
+    return fuse_layers({f"experts.{i}.gate_proj": gate, f"experts.{i}.up_proj": up})
+
+
+def _floats(*weights: LinearWeight) -> list[torch.Tensor]:
+    """Weights that are no codes, as they are where there are no kernels of the CPU."""
+    found = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    assert len(found) == len(weights)
+    return found
 
 
 class ClampedExpert:
@@ -122,12 +171,12 @@ class SeparateClampedExperts:
     """Each expert a module of its own, see models/moe.py."""
 
     def __init__(
-        self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
+        self, weights: AnyExperts, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
     ) -> None:
         """weights: of this rank's experts."""
         experts = [
             ClampedExpert(
-                (fuse(weights.gate_up(i)), torch.cat(weights.gate_up_bias(i))),
+                (fused_gate_up(weights, i), torch.cat(weights.gate_up_bias(i))),
                 (weights.down(i), weights.down_bias[i]),
                 clamp,
             )
@@ -143,10 +192,10 @@ class SeparateClampedExperts:
 class GroupedClampedExperts:
     """All experts as stacked weights, for a GPU, see models/moe.py."""
 
-    def __init__(self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> None:
-        self._gate_up = stacked(lambda i: weights.as_floats(i)[0], num_experts)
+    def __init__(self, weights: AnyExperts, num_experts: int, clamp: tuple[float, float]) -> None:
+        self._gate_up = stacked(lambda i: _floats(*weights.gate_up(i)), num_experts)
         self._gate_up_bias = stacked(weights.gate_up_bias, num_experts)
-        self._down = stacked(lambda i: (weights.as_floats(i)[1],), num_experts)
+        self._down = stacked(lambda i: _floats(weights.down(i)), num_experts)
         self._down_bias, self._clamp = weights.down_bias, clamp
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -158,7 +207,7 @@ class GroupedClampedExperts:
 
 
 def clamped_experts(
-    weights: ExpertWeights, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
+    weights: AnyExperts, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
 ) -> Experts:
     """The experts of a layer, as their device runs them. ranks: who has which of them."""
     device = weights.down_bias.device
@@ -173,7 +222,7 @@ def clamped_experts(
 
     bias = stacked(weights.gate_up_bias, num_experts).float()
     return ExactExperts(
-        Matrices.stack(lambda i: fuse(weights.gate_up(i)), num_experts),
+        Matrices.stack(lambda i: fused_gate_up(weights, i), num_experts),
         Matrices.stack(weights.down, num_experts),
         lambda rows: clamped_swiglu(rows, *clamp),
         (bias, weights.down_bias.float().contiguous()),
@@ -183,7 +232,7 @@ def clamped_experts(
 class GptOssMlp:
     """Router and experts of one layer."""
 
-    def __init__(self, spec: ModelSpec, take: Take, weights: ExpertWeights, ranks: OneRank) -> None:
+    def __init__(self, spec: ModelSpec, take: Take, weights: AnyExperts, ranks: OneRank) -> None:
         moe, self.ranks = moe_of(spec), ranks
         assert spec.clamp is not None
         self.rule = routing_rule(moe)
@@ -203,8 +252,10 @@ class GptOssLayer(PreNormLayer):
     def __init__(
         self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int, window: int, dtype: torch.dtype
     ) -> None:
+        held = weights.ranks.experts(moe_of(spec).num_experts)
         mxfp4 = weights.holds(f"{prefix}.mlp.experts.down_proj_blocks")
-        shapes = layer_shapes(spec, mxfp4, len(weights.ranks.experts(moe_of(spec).num_experts)))
+        named = weights.holds(f"{prefix}.mlp.experts.{held.start}.down_proj.weight")
+        shapes = named_shapes(spec, held) if named else layer_shapes(spec, mxfp4, len(held))
 
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[name])
@@ -218,7 +269,8 @@ class GptOssLayer(PreNormLayer):
         self.post_norm = take("post_attention_layernorm.weight").float()
         sinks = take("self_attn.sinks").float().contiguous()
         self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks, weights.ranks)
-        self.mlp = GptOssMlp(spec, take, ExpertWeights(take, mxfp4, dtype, weights.scheme), weights.ranks)
+        experts = NamedExperts(take, linear, held) if named else ExpertWeights(take, mxfp4, dtype, weights.scheme)
+        self.mlp = GptOssMlp(spec, take, experts, weights.ranks)
 
 
 class GptOssModel(DecoderModel[GptOssLayer]):

@@ -74,7 +74,7 @@ def write_gguf(
             writer.add_uint32(name, int(str(value)))
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{architecture}.rope.freq_base", 10000.0)
-    _add_tokenizer(writer, pre)
+    add_tokenizer(writer, pre)
     meant = _add_tensors(writer, architecture, kind, random)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,7 +83,8 @@ def write_gguf(
     return meant
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    """A byte-level tokenizer with three merges, of VOCAB tokens."""
     control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*control, *sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "ab", "Ġab"]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]

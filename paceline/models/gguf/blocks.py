@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from paceline.layers.file_tables import MIDDLE, FileTables
 from paceline.layers.quantized import QuantizedWeight
+from paceline.models.quantization.fp4 import powers_of_two
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
 Codes = npt.NDArray[np.int8]
@@ -154,8 +155,28 @@ KEPT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Decoded], int, int]] = 
 }
 
 
+IN_CODES = (*KEPT, GGMLQuantizationType.MXFP4)  # types whose codes a weight keeps
+
+
+def _mxfp4(rows: Bytes) -> QuantizedWeight:
+    """An exponent, 32 codes of numbers in FLOAT4. Inputs of such weights stay as they are."""
+    count, blocks = rows.shape[0], rows.reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType.MXFP4][1])
+    return QuantizedWeight(
+        codes=torch.tensor(_centred(_low_then_high(blocks[:, 1:]))).view(count, -1),
+        scales=powers_of_two(torch.tensor(blocks[:, 0])).view(count, -1),
+        minimums=None,
+        bits=4,
+        group_size=32,
+        int8_activations=False,
+        float4=True,
+    )
+
+
 def weight_of_blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantizedWeight:
-    """A matrix of a type in KEPT. rows: [out_features, bytes of a row]. Products with it are made of integers."""
+    """A matrix of a type in IN_CODES. rows: [out_features, bytes of a row]. Products with it are made of integers, but
+    for MXFP4."""
+    if kind is GGMLQuantizationType.MXFP4:
+        return _mxfp4(rows)
     read, bits, group_size = KEPT[kind]
     count = rows.shape[0]
     block = read(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))

@@ -11,13 +11,22 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
-from paceline.errors import ConfigError
 from paceline.layers.rotary import rope_table
+from paceline.models.gguf.experts import expert_config, yarn
+from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.tensors import ROPE_FACTORS, GgufTensors
 from paceline.models.gguf.tokenizer import write_tokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {  # Hugging Face's class and type of model
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+}
+WITH_EXPERTS = ("qwen3moe", "gpt-oss")  # their ropes may be YaRN's too
+ENDS = {"gpt-oss": ("<|call|>", "<|endoftext|>")}  # a call of a tool is one
 TOKENIZER = "tokenizer.json"
 FROM_BESIDE = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)  # of the rope of Llama 3.1 and its kin
@@ -30,6 +39,8 @@ def convert(source: Path, folder: Path, progress: Callable[[str, float], None]) 
     Raises ConfigError for a model or a tokenizer that is not known here.
     """
     file = GgufFile(source)
+    if (fields := Fields(file)).architecture == "gpt-oss":  # its checkpoints have gate and up by turns
+        raise fields.refused("a gpt-oss is served as it lies in the file, and not written as a folder")
     write_configs(file, folder)
     stored = GgufTensors(file, torch.bfloat16)
     tensors: dict[str, torch.Tensor] = {}
@@ -46,12 +57,11 @@ def write_configs(file: GgufFile, folder: Path, beside: Path | None = None) -> N
     beside: a folder whose tokenizer.json, where it has one, is taken in place of the file's tokenizer. Raises
     ConfigError.
     """
-    fields = _Fields(file)
+    fields = _known(Fields(file))
     config = _config(file, fields)
     _write(folder / "config.json", config)
-    eos = fields.token("eos")
-    ends = list(dict.fromkeys(i for i in (eos, fields.token("eot")) if i is not None))
-    bos = fields.token("bos")
+    eos, bos = fields.token("eos"), fields.token("bos")
+    ends = list(dict.fromkeys(i for i in (eos, fields.token("eot"), *_named_ends(fields)) if i is not None))
     _write(
         folder / "generation_config.json",
         {"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else eos, "pad_token_id": eos},
@@ -64,99 +74,96 @@ def write_configs(file: GgufFile, folder: Path, beside: Path | None = None) -> N
         write_tokenizer(file, folder, config["max_position_embeddings"])
 
 
-class _Fields:
-    """Fields of one architecture."""
-
-    def __init__(self, file: GgufFile) -> None:
-        """Raises ConfigError for an architecture that is not known, and for a part of a file that was split."""
-        self._file, self._fields = file, file.fields
-        self.architecture = self._fields.get("general.architecture")
-        if not isinstance(self.architecture, str) or self.architecture not in ARCHITECTURES:
-            raise self.refused(
-                f"general.architecture {self.architecture!r} is not supported ({', '.join(ARCHITECTURES)})"
-            )
-        if (parts := self._fields.get("split.count", 1)) not in (0, 1):
-            raise self.refused(f"it is one of {parts} files; join them with llama-gguf-split --merge")
-
-    def refused(self, message: str) -> ConfigError:
-        """An error about this file."""
-        return ConfigError("model", f"{self._file.path.name}: {message}")
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number of the architecture. Raises ConfigError where there is none, or it is below 0."""
-        value = self._fields.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-            raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a number")
-        return value
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        """The same of a whole number above 0."""
-        value = self.number(name, default)
-        if not isinstance(value, int) or value < 1:
-            raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a whole number above 0")
-        return value
-
-    def get(self, name: str) -> Any:
-        """A field of the architecture; None where it has none."""
-        return self._fields.get(f"{self.architecture}.{name}")
-
-    def token(self, name: str) -> int | None:
-        """The id of a special token."""
-        value = self._fields.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) else None
+def _named_ends(fields: Fields) -> list[int]:
+    """Tokens that end a turn besides those that a file has fields for."""
+    tokens, names = fields.listed("tokenizer.ggml.tokens"), ENDS.get(fields.architecture, ())
+    return [tokens.index(name) for name in names if isinstance(tokens, list) and name in tokens]
 
 
-def _config(file: GgufFile, fields: _Fields) -> dict[str, Any]:
+def _known(fields: Fields) -> Fields:
+    """Raises ConfigError for an architecture that is not known, and for a part of a file that was split."""
+    if fields.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise fields.refused(f"general.architecture {fields.architecture!r} is not supported ({known})")
+    if (parts := fields.listed("split.count") or 1) != 1:
+        raise fields.refused(f"it is one of {parts} files; join them with llama-gguf-split --merge")
+    return fields
+
+
+def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
         raise fields.refused("it has no table token_embd.weight")
-    if fields.get("expert_count") or fields.get("attention.sliding_window"):
-        raise fields.refused("experts and sliding windows are not supported in GGUF files")
     vocab, hidden = file.tensors["token_embd.weight"].shape
     heads = fields.whole("attention.head_count")
     dim = fields.whole("attention.key_length", hidden // heads)
     if fields.whole("rope.dimension_count", dim) != dim or fields.whole("attention.value_length", dim) != dim:
         raise fields.refused("heads of which rope turns a part, and values of another width, are not supported")
-    return {
-        "architectures": [ARCHITECTURES[str(fields.architecture)]],
-        "model_type": fields.architecture,
-        "torch_dtype": "bfloat16",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": fields.whole("feed_forward_length"),
-        "num_hidden_layers": fields.whole("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
-        "head_dim": dim,
-        "rms_norm_eps": round(float(fields.number("attention.layer_norm_rms_epsilon")), 9),
-        "rope_theta": float(fields.number("rope.freq_base", 10000.0)),
-        "max_position_embeddings": fields.whole("context_length"),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": fields.token("bos"),
-        "eos_token_id": fields.token("eos"),
-    } | _rope_scaling(file, fields, dim)
+    architecture, kind = ARCHITECTURES[fields.architecture]
+    return (
+        {
+            "architectures": [architecture],
+            "model_type": kind,
+            "torch_dtype": "bfloat16",
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "num_hidden_layers": fields.whole("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
+            "head_dim": dim,
+            "rms_norm_eps": round(float(fields.number("attention.layer_norm_rms_epsilon")), 9),
+            "rope_theta": _theta(fields),
+            "max_position_embeddings": fields.whole("context_length"),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "bos_token_id": fields.token("bos"),
+            "eos_token_id": fields.token("eos"),
+        }
+        | _rope_scaling(file, fields, dim)
+        | _mlps(fields)
+    )
 
 
-def _rope_scaling(file: GgufFile, fields: _Fields, dim: int) -> dict[str, Any]:
+def _mlps(fields: Fields) -> dict[str, Any]:
+    """What the MLPs of an architecture are. Raises ConfigError for experts and windows where it has none."""
+    if fields.architecture != "gpt-oss" and fields.get("attention.sliding_window"):
+        raise fields.refused(f"sliding windows are not supported in GGUF files of {fields.architecture}")
+    if fields.architecture in WITH_EXPERTS:
+        wide = fields.whole("expert_feed_forward_length")
+        return {"intermediate_size": fields.whole("feed_forward_length", wide)} | expert_config(fields)
+    if fields.get("expert_count"):
+        raise fields.refused(f"experts are not supported in GGUF files of {fields.architecture}")
+    return {"intermediate_size": fields.whole("feed_forward_length")}
+
+
+def _theta(fields: Fields) -> float:
+    """What rope's angles are powers of. Raises ConfigError for one that is not above 1: YaRN takes its logarithm."""
+    if (theta := float(fields.number("rope.freq_base", 10000.0))) <= 1:
+        raise fields.refused(f"{fields.architecture}.rope.freq_base is {theta}, expected more than 1")
+    return theta
+
+
+def _rope_scaling(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
     kind = fields.get("rope.scaling.type") or "none"
     if ROPE_FACTORS in file.tensors:
         return {"rope_scaling": _llama3(file, fields, dim)}
     if kind == "none":
         return {}
+    if kind == "yarn" and fields.architecture in WITH_EXPERTS:
+        return {"rope_scaling": yarn(fields)}
     if kind != "linear":
         raise fields.refused(f"rope scaling {kind!r} is not supported (none, linear, Llama 3's)")
     return {"rope_scaling": {"rope_type": "linear", "factor": float(fields.number("rope.scaling.factor"))}}
 
 
-def _llama3(file: GgufFile, fields: _Fields, dim: int) -> Mapping[str, Any]:
+def _llama3(file: GgufFile, fields: Fields, dim: int) -> Mapping[str, Any]:
     """The rope of Llama 3.1 whose stretch the file lists by frequency. Raises ConfigError for another list."""
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (dim // 2,):
         raise fields.refused(f"{ROPE_FACTORS} is not a list of {dim // 2} numbers in F32")
     stored = torch.frombuffer(bytearray(file.rows(tensor).tobytes()), dtype=torch.float32)
-    theta = float(fields.number("rope.freq_base", 10000.0))
+    theta = _theta(fields)
     plain = _frequencies(dim, theta, None)
     for factor in LLAMA3_FACTORS:
         scaling = {

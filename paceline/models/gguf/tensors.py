@@ -1,35 +1,51 @@
 """The tensors of a GGUF file under the names and in the order of rows of a Hugging Face checkpoint.
 
 llama.cpp interleaves the rows of q and k of the Llama architecture for its rope; Hugging Face rotates halves. The
-interleave is undone here.
+interleave is undone here. All experts of a layer lie in one tensor, one after the other; each is a weight here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight
-from paceline.models.gguf.blocks import KEPT, weight_of_blocks
+from paceline.models.gguf.blocks import IN_CODES, weight_of_blocks
+from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile, GgufTensor
 from paceline.models.quantization.fusing import reordered
 
-LAYER_NAMES = {
+ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+}
+NORMED = ATTENTION | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+}
+DENSE = NORMED | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+EACH = "*"  # in a name: the number of an expert
+EXPERTS = {
+    "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
+    "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
+    "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
+}
+SINKS = "attn_sinks"  # no weight of a layer: its name has no last part
+OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router", SINKS: "self_attn.sinks"}
+LAYER_NAMES = {  # of the other architectures: DENSE
+    "qwen3moe": NORMED | EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+    "gpt-oss": ATTENTION | EXPERTS | OSS,
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"  # no weight: how far rope is stretched, see convert
@@ -38,16 +54,19 @@ _Q = GGMLQuantizationType
 PLAIN = (_Q.F32, _Q.F16, _Q.BF16)
 
 
-def hugging_face_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``. Raises ConfigError for others."""
+def hugging_face_name(name: str, architecture: str = "llama") -> str:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``. EACH stands for an expert where a tensor
+    has those of all. Raises ConfigError for names that the architecture does not have."""
     stem, _, last = name.rpartition(".")
     if stem in TOP_NAMES and last == "weight":
         return f"{TOP_NAMES[stem]}.weight"
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if block != "blk" or not layer.isdecimal() or part not in LAYER_NAMES or last not in ("weight", "bias"):
-        raise ConfigError("model", f"GGUF tensor {name} is not one of the Llama architecture")
-    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{last}"
+    names = LAYER_NAMES.get(architecture, DENSE)
+    if block != "blk" or not layer.isdecimal() or part not in names or last not in ("weight", "bias"):
+        raise ConfigError("model", f"GGUF tensor {name} is not one of the architecture {architecture}")
+    whole = f"model.layers.{layer}.{names[part]}"
+    return whole if part == SINKS else f"{whole}.{last}"
 
 
 def row_order(rows: int, heads: int) -> torch.Tensor:
@@ -55,46 +74,77 @@ def row_order(rows: int, heads: int) -> torch.Tensor:
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight lies: in a tensor, of which it is one expert's part or, with None, all."""
+
+    tensor: GgufTensor
+    expert: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def rows(self, file: GgufFile) -> npt.NDArray[np.uint8]:
+        """Its bytes, [rows, bytes of a row]. No other expert's are read."""
+        rows = file.rows(self.tensor)
+        if self.expert is None:
+            return rows
+        each = rows.shape[0] // self.tensor.shape[0]
+        return rows[self.expert * each : (self.expert + 1) * each]
+
+
 class GgufTensors(Mapping[str, LinearWeight]):
     """Weights by their Hugging Face names, each read when it is asked for: quantised as they lie in the file, or in
     ``dtype``."""
 
     def __init__(self, file: GgufFile, dtype: torch.dtype) -> None:
-        """Raises ConfigError naming a tensor, or a type, that is not known here."""
-        self._file, self._dtype = file, dtype
+        """Raises ConfigError naming a tensor, or a type, that is not known here, and a tensor of all experts that is
+        not one of as many as the file says."""
+        self._file, self._dtype, self._fields = file, dtype, Fields(file)
         tensors = [tensor for tensor in file.tensors.values() if tensor.name != ROPE_FACTORS]
-        self._tensors = {hugging_face_name(tensor.name): tensor for tensor in tensors}
         kinds = {tensor.kind for tensor in tensors}
-        if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *KEPT)):
-            known = ", ".join(kind.name for kind in (*PLAIN, *KEPT))
+        if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *IN_CODES)):
+            known = ", ".join(kind.name for kind in (*PLAIN, *IN_CODES))
             raise ConfigError("model", f"{file.path.name} has tensors of {', '.join(unknown)}, supported are {known}")
+        self._places: dict[str, _Place] = {}
+        for tensor in tensors:
+            self._place(tensor)
         self._heads = self._interleaved_heads()
+
+    def _place(self, tensor: GgufTensor) -> None:
+        name = hugging_face_name(tensor.name, self._fields.architecture)
+        if EACH not in name:
+            self._places[name] = _Place(tensor)
+            return
+        count, dims = self._fields.expert_count(), 3 if name.endswith(".weight") else 2
+        if len(tensor.shape) != dims or tensor.shape[0] != count:
+            raise self._fields.refused(f"tensor {tensor.name} has shape {tensor.shape}, expected {count} experts")
+        self._places |= {name.replace(EACH, str(expert)): _Place(tensor, expert) for expert in range(count)}
 
     def _interleaved_heads(self) -> dict[str, int]:
         """Heads of the tensors whose rows are interleaved, by the part of the name; Qwen's are not."""
-        fields = self._file.fields
-        if fields.get("general.architecture") != "llama":
+        fields = self._fields
+        if fields.architecture != "llama":
             return {}
-        heads = fields.get("llama.attention.head_count")
+        heads = fields.get("attention.head_count")
         counts: dict[str, int] = {}
         for part, key in INTERLEAVED.items():
-            count = fields.get(f"llama.attention.{key}", heads)
+            found = fields.get(f"attention.{key}")
+            count = heads if found is None else found
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError("model", f"{self._file.path.name}: {count!r} heads of {part} are not supported")
+                raise fields.refused(f"{count!r} heads of {part} are not supported")
             counts[part] = count
         return counts
 
     def floats(self, name: str) -> torch.Tensor:
         """A tensor as float32, whatever its type."""
-        tensor = self._tensors[name]
-        values = torch.tensor(dequantize(self._stored(tensor), tensor.kind)).float().view(tensor.shape)
-        order = self._order(tensor)
+        place = self._places[name]
+        kind, rows = place.tensor.kind, place.rows(self._file)
+        plain = {_Q.F32: "<f4", _Q.F16: "<f2"}.get(kind)
+        values = torch.tensor(dequantize(rows.view(plain) if plain else rows, kind)).float().view(place.shape)
+        order = self._order(place.tensor)
         return values if order is None else values[order]
-
-    def _stored(self, tensor: GgufTensor) -> object:
-        rows = self._file.rows(tensor)
-        plain = {_Q.F32: "<f4", _Q.F16: "<f2"}.get(tensor.kind)
-        return rows.view(plain) if plain else rows
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
         part = tensor.name.split(".")[-2]
@@ -105,15 +155,15 @@ class GgufTensors(Mapping[str, LinearWeight]):
         return row_order(tensor.shape[0], heads)
 
     def __getitem__(self, name: str) -> LinearWeight:
-        tensor = self._tensors[name]
-        if tensor.kind not in KEPT or len(tensor.shape) != 2:
+        place = self._places[name]
+        if place.tensor.kind not in IN_CODES or len(place.shape) != 2:
             return self.floats(name).to(self._dtype)
-        weight = weight_of_blocks(self._file.rows(tensor), tensor.kind)
-        order = self._order(tensor)
+        weight = weight_of_blocks(place.rows(self._file), place.tensor.kind)
+        order = self._order(place.tensor)
         return weight if order is None else reordered(weight, order)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._places)

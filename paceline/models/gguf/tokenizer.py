@@ -19,16 +19,26 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# How o200k splits it: a word is capitals before small letters, and the end of a short form belongs to it.
+ABOVE, BELOW = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+LEAD, SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"{LEAD}{ABOVE}*{BELOW}+{SHORT}|{LEAD}{ABOVE}+{BELOW}*{SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def _split(digits: str) -> Any:
-    pattern = Regex(SPLIT.replace("{DIGITS}", digits))
+def _split(pattern: str) -> Any:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(pattern, behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
+
+def _of_digits(digits: str) -> Any:
+    return _split(SPLIT.replace("{DIGITS}", digits))
 
 
 def _single_digits() -> Any:
@@ -46,8 +56,8 @@ class PreTokenizer:
     adds_bos: bool = False  # where the file does not say
 
 
-_LLAMA3 = PreTokenizer(lambda: _split("{1,3}"), ignores_merges=True, adds_bos=True)
-_QWEN2 = PreTokenizer(lambda: _split(""), composes=True)
+_LLAMA3 = PreTokenizer(lambda: _of_digits("{1,3}"), ignores_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer(lambda: _of_digits(""), composes=True)
 PRE_TOKENIZERS = {
     "smollm": PreTokenizer(_single_digits),
     "gpt-2": PreTokenizer(lambda: pre_tokenizers.ByteLevel(add_prefix_space=False)),
@@ -55,6 +65,7 @@ PRE_TOKENIZERS = {
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "gpt-4o": PreTokenizer(lambda: _split(O200K), ignores_merges=True),
 }
 
 

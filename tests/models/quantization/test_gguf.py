@@ -188,4 +188,12 @@ class TestHostileHeaders:
 def test_pre_tokenizers_split_as_the_models_do() -> None:
     """Qwen2 takes digits one by one, Llama 3 up to three; both split before the merges."""
     digits = {name: len(record.make().pre_tokenize_str("a1234")) for name, record in PRE_TOKENIZERS.items()}
-    assert digits == {"smollm": 5, "gpt-2": 2, "llama-bpe": 3, "llama3": 3, "qwen2": 5, "deepseek-r1-qwen": 5}
+    assert digits == {
+        "smollm": 5,
+        "gpt-2": 2,
+        "llama-bpe": 3,
+        "llama3": 3,
+        "qwen2": 5,
+        "deepseek-r1-qwen": 5,
+        "gpt-4o": 3,
+    }

@@ -1,0 +1,65 @@
+"""What a GGUF file says about experts, as the config.json of a Hugging Face folder says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.models.gguf.fields import Fields
+
+# What a field may say of how rows choose their experts: a softmax over all of them, no groups, none that always run.
+ROUTING: dict[str, tuple[float, ...]] = {
+    "expert_gating_func": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "leading_dense_block_count": (0,),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+}
+
+
+def expert_config(fields: Fields) -> dict[str, Any]:
+    """Fields of config.json. Raises ConfigError for counts that do not fit each other, and for another routing."""
+    for name, allowed in ROUTING.items():
+        if (value := fields.get(name)) is not None and value not in allowed:
+            raise fields.refused(f"{fields.architecture}.{name} {value!r} is not supported")
+    count, used = fields.expert_count(), fields.whole("expert_used_count")
+    if used > count:
+        raise fields.refused(f"{fields.architecture}.expert_used_count is {used} of {count} experts")
+    wide = fields.whole("expert_feed_forward_length")
+    if fields.architecture == "gpt-oss":
+        return {"num_local_experts": count, "num_experts_per_tok": used, "intermediate_size": wide} | _windows(fields)
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": wide,
+        "norm_topk_prob": fields.get("expert_weights_norm") is not False,  # files of the family do not say it
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _windows(fields: Fields) -> dict[str, Any]:
+    """The rest of a gpt-oss: a window in every second layer, the first one included, and biases."""
+    if (pattern := fields.get("attention.sliding_window_pattern")) not in (None, 2):
+        raise fields.refused(f"{fields.architecture}.attention.sliding_window_pattern {pattern!r} is not supported (2)")
+    return {"sliding_window": fields.whole("attention.sliding_window"), "attention_bias": True}
+
+
+def yarn(fields: Fields) -> dict[str, Any]:
+    """A rope of YaRN. Raises ConfigError where it is sharpened otherwise than by its factor."""
+    for name in ("yarn_attn_factor", "attn_factor", "yarn_log_multiplier"):
+        if (value := fields.get(f"rope.scaling.{name}")) is not None:
+            raise fields.refused(f"{fields.architecture}.rope.scaling.{name} {value!r} is not supported")
+    if fields.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
+        raise fields.refused(f"{fields.architecture}.rope.scaling.yarn_ext_factor is not 1")
+    if (factor := float(fields.number("rope.scaling.factor"))) < 1:
+        raise fields.refused(f"{fields.architecture}.rope.scaling.factor is {factor}, expected 1 or more")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": fields.whole("rope.scaling.original_context_length"),
+        "beta_fast": float(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": float(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
+        "truncate": fields.architecture != "gpt-oss",  # no field has it; the model was trained without
+    }

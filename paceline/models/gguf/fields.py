@@ -1,0 +1,55 @@
+"""Fields of a GGUF file that belong to its architecture, each checked before it is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.models.gguf.file import GgufFile
+from paceline.models.moe_config import MAX_EXPERTS
+
+
+class Fields:
+    """Fields of one architecture, named from ``architecture.`` on."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file, self._fields = file, file.fields
+        self.architecture = str(self._fields.get("general.architecture"))
+
+    def refused(self, message: str) -> ConfigError:
+        """An error about this file."""
+        return ConfigError("model", f"{self._file.path.name}: {message}")
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number of the architecture. Raises ConfigError where there is none, or it is below 0."""
+        value = self._fields.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 40:
+            raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a number")
+        return value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """The same of a whole number above 0."""
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a whole number above 0")
+        return value
+
+    def get(self, name: str) -> Any:
+        """A field of the architecture; None where it has none."""
+        return self._fields.get(f"{self.architecture}.{name}")
+
+    def expert_count(self) -> int:
+        """Experts of each layer. Raises ConfigError for fewer than 2, or more than MAX_EXPERTS."""
+        count = self.whole("expert_count")
+        if not 2 <= count <= MAX_EXPERTS:
+            raise self.refused(f"{self.architecture}.expert_count is {count}, expected 2 to {MAX_EXPERTS}")
+        return count
+
+    def token(self, name: str) -> int | None:
+        """The id of a special token."""
+        value = self._fields.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) else None
+
+    def listed(self, name: str) -> Any:
+        """A field that belongs to no architecture, by its whole name; None where there is none."""
+        return self._fields.get(name)
