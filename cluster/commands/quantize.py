@@ -28,6 +28,10 @@ def quantize(
             "smooth: ranges of inputs are moved into weights first, by powers of two. smooth-gptq: both."
         ),
     ] = "nearest",
+    group_size: Annotated[
+        int,
+        typer.Option(help="Weights that share a scale of 4 bits: 32, or 64 or 128 that divide every layer's width."),
+    ] = 32,
     calibration: Annotated[
         Path | None,
         typer.Option(help="Text file to calibrate on. Not given: text that the model writes itself."),
@@ -40,7 +44,7 @@ def quantize(
     """Round a model's linear layers to 8 or 4 bits, write it, and say in its README.md what that cost."""
     from paceline.assembly.quantise import HELD_TEXT, Job, quantise
 
-    job = Job(model, scheme, output, method, calibration, text or HELD_TEXT, threads or os.cpu_count() or 1)
+    job = Job(model, scheme, output, method, calibration, text or HELD_TEXT, threads or os.cpu_count() or 1, group_size)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         tasks: dict[str, Any] = {}

@@ -18,12 +18,13 @@ from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear
+from paceline.layers.quantized import ROUNDED_TOGETHER
 from paceline.models.base import ForwardContext
 from paceline.models.compensated import compensated
 from paceline.models.config import ModelSpec
 from paceline.models.llama import DecoderLayer, LlamaModel
 from paceline.models.loader import LazyTensors
-from paceline.models.quantization.round_to_nearest import round_to_nearest
+from paceline.models.quantization.round_to_nearest import GROUP_SIZE
 from paceline.models.registry import load_target, model_class
 from paceline.models.smoothed import Factors, Inputs, best_factors, kept
 from paceline.models.weight_files import weight_files
@@ -71,10 +72,11 @@ def calibrated(
     sequences: Sequence[Sequence[int]],
     progress: Progress,
     factors: Mapping[str, Factors] = MappingProxyType({}),
+    group_size: int = GROUP_SIZE,
 ) -> dict[str, FourBits]:
     """Codes of the layers of ``source``, by the name of the weight, which has its factors first. A block's inputs come
     from blocks that are rounded already, so that it makes up for their errors too. The model must be of the family of
-    ``check_family``."""
+    ``check_family``. group_size: input features that share a scale."""
     model, context, added = _opened(source, sequences)
     stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, FourBits]()
     residual = torch.zeros_like(added)
@@ -86,7 +88,7 @@ def calibrated(
             names = [f"model.layers.{i}.{part}.weight" for part in PARTS[name]]
             given = {own: factors.get(own, Factors()) for own in names}
             hessian = seen.hessian_of(given[names[0]].columns)
-            codes = {own: compensated(has(stored[own]), hessian) for own, has in given.items()}
+            codes = {own: compensated(has(stored[own]), hessian, group_size) for own, has in given.items()}
             found |= codes
             weight = torch.cat([has.inverse(codes[own].dequantised()) for own, has in given.items()]).to(model.dtype)
             setattr(layer, name, Linear(weight, seen.linear.bias, slabs=seen.linear.slabs))
@@ -116,9 +118,15 @@ def _context(model: LlamaModel, sequences: Sequence[Sequence[int]]) -> ForwardCo
 
 
 @torch.inference_mode()
-def smoothed(source: Path, sequences: Sequence[Sequence[int]], scheme: str, progress: Progress) -> dict[str, Factors]:
-    """Factors of the tensors of ``source``, by name, for a scheme of ``write_quantised``. The model must be of the
-    family of ``check_family``."""
+def smoothed(
+    source: Path,
+    sequences: Sequence[Sequence[int]],
+    scheme: str,
+    progress: Progress,
+    group_size: int = GROUP_SIZE,
+) -> dict[str, Factors]:
+    """Factors of the tensors of ``source``, by name, for a scheme and a group size of ``write_quantised``. The model
+    must be of the family of ``check_family``."""
     model, context, added = _opened(source, sequences)
     stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, Factors]()
     residual = torch.zeros_like(added)
@@ -127,18 +135,22 @@ def smoothed(source: Path, sequences: Sequence[Sequence[int]], scheme: str, prog
         inputs = _watched(layer, _Ranges)
         added = layer(added, residual, model.table, context)
         seen = {name: watched.inputs() for name, watched in inputs.items()}
-        found |= _block_factors(stored, f"model.layers.{i}", seen, scheme, model.spec)
+        found |= _block_factors(stored, f"model.layers.{i}", seen, (scheme, group_size), model.spec)
     progress("calibrating", 1.0)
     return found
 
 
 def _block_factors(
-    stored: LazyTensors, block: str, seen: Mapping[str, Inputs], scheme: str, spec: ModelSpec
+    stored: LazyTensors, block: str, seen: Mapping[str, Inputs], rounding: tuple[str, int], spec: ModelSpec
 ) -> dict[str, Factors]:
+    """rounding: scheme, and size of groups."""
+    scheme, size = rounding
+    rounded = partial(as_written, scheme=scheme, group_size=size)
+
     def best(product: str, heads: tuple[int, int] | None = None) -> torch.Tensor:
         weight = torch.cat([stored[f"{block}.{part}.weight"] for part in PARTS[product]])
-        group = round_to_nearest(weight[:1], scheme).rounded_together if scheme.endswith("a8") else 0
-        return best_factors(seen[product], weight, partial(as_written, scheme=scheme), group, heads)
+        together = min(weight.shape[1], size if scheme.startswith("w4") else ROUNDED_TOGETHER)
+        return best_factors(seen[product], weight, rounded, together if scheme.endswith("a8") else 0, heads)
 
     def keeping(factors: torch.Tensor, layer: str) -> torch.Tensor:
         names = {f"{block}.{layer}.{kind}" for kind in ("weight", "bias")} & stored.keys()

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
+from paceline.assembly.planned_weights import Node, PlannedWeights
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
-from paceline.model_files import quantization_config
-from paceline.models.announced import FLOATS, FP8, Announced, MetaTensors, read_announced
+from paceline.layers.linear import group_of
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.models.announced import Announced, MetaTensors, read_announced
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
-from paceline.models.quantization.fp8 import Fp8
-from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, ChosenTensors, model_class, scheme_of
+from paceline.models.quantization.base import DryScheme, Scheme
+from paceline.models.quantization.tensors import QuantizedTensors
+from paceline.models.registry import FP8_SCALE, ChosenTensors, model_class, scheme_of
+from paceline.parallel.slabs import slabs_of, sum_slabs
 from paceline.ranks.degrees import DENSE, SHARED, check_degree, mlps_of_ranks
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
@@ -34,6 +38,7 @@ META = torch.device("meta")
 EVERYWHERE = "norms and routers"
 ATTENTION = "attention"
 LATENTS = "latent projections"  # that make the latents, and the input of the queries
+MLPS = "MLPs"
 DRAFTER = "drafter"
 FIRST_MLPS = "MLPs of the first rank"
 ON_FIRST = (DRAFTER, FIRST_MLPS)
@@ -65,6 +70,7 @@ class ModelPlan:
     draft_token_bytes: int  # the same of the drafter
     drafter: str  # what ``default`` drafts with
     refusals: tuple[str, ...]  # why a node would not load it
+    parted: str = ""  # a weight whose groups ranks would part; empty where none has
 
     def dealt(self, degree: int) -> ModelPlan:
         """Where sequences are dealt to the ranks (--attention-dp): each has whole attention layers, and rank 0 the
@@ -75,6 +81,10 @@ class ModelPlan:
     def check_degree(self, degree: int) -> None:
         """Raise ConfigError, with the numbers, for a degree that the model cannot have."""
         check_degree(degree, self.spec)
+        if degree > 1 and self.parted:
+            raise ConfigError(
+                "tp", f"{degree} ranks are asked for, but they part groups of {self.parted}: it can have 1"
+            )
 
     def weight_bytes(self, degree: int = 1) -> int:
         """Weights on the first rank, which has the drafter."""
@@ -94,66 +104,98 @@ class ModelPlan:
 
 def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto", on_gpu: bool = False) -> ModelPlan:
     """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
-    or is missing. kv_dtype: the option. on_gpu: of the node that is to hold it."""
+    or is missing, and for quantised layers that cannot be read. kv_dtype: the option. on_gpu: of the node that is to
+    hold it."""
     raw, announced = read_announced(path)
-    spec = ModelSpec.from_json(raw, path)
-    refusals = _refusals(raw)
-    tensors = MetaTensors(announced, dtype)
+    spec, node = ModelSpec.from_json(raw, path), Node(dtype, on_gpu)
+    scheme, refusals = _scheme(raw)
+    tensors = _tensors(announced, scheme, dtype)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
-    bag = WeightBag(ChosenTensors(tensors, frozenset(tensors) - drafts))
+    weights = PlannedWeights(ChosenTensors(tensors, frozenset(tensors) - drafts), announced, node)
+    bag = WeightBag(weights)
     model = model_class(spec.family)(spec, bag, dtype, META)
+    sizes, parted = weights.sizes(), _parted(weights.read, spec)
+    _take_no_biases(bag, announced)
     bag.finish()
-    draft_layers = _take_modules(HeadFiles(path, raw, tensors), model) if drafts else ()
+    draft_layers, drafter_bytes = _take_modules(path, raw, announced, tensors, model, node) if drafts else ((), 0)
     layout = KvLayout.of((*model.kv_layers, *draft_layers), dtype, kv_dtype)
     shipped = next((name for name in DRAFTERS if shipped_heads(str(path), name)), None)
     return ModelPlan(
         spec=spec,
         num_tensors=len(announced),
-        parts=_parts(announced, spec, dtype, on_gpu),
+        parts=_parts(sizes, spec, drafter_bytes),
         token_bytes=layout.token_bytes(LayerOwner.TARGET),
         draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
         drafter=shipped or ("mtp" if drafts else "ngram"),
         refusals=refusals,
+        parted=parted,
     )
 
 
-def _refusals(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a node would say to how the weights are quantised. Raises ConfigError for a scheme that a node loads, but
-    whose layers have other tensors than the names that are planned by."""
+def _scheme(raw: Mapping[str, Any]) -> tuple[Scheme | None, tuple[str, ...]]:
+    """How the weights are quantised, and what a node would say to it."""
     try:
-        scheme = scheme_of(raw)
+        return scheme_of(raw), ()
     except ConfigError as refused:
-        return (refused.message,)
-    if scheme is not None and not (isinstance(scheme, Fp8) and scheme.block):
-        method = (quantization_config(raw) or {}).get("quant_method")
-        raise ConfigError("model", f"{method} checkpoints are served but not planned (floats, MXFP4, FP8 in blocks)")
-    return ()
+        return None, (refused.message,)
 
 
-def _take_modules(files: HeadFiles, model: TargetModel) -> tuple[KvLayer, ...]:
-    """Take the MTP modules' tensors as the drafter does; their KV layers."""
+def _tensors(
+    announced: Mapping[str, Announced], scheme: Scheme | None, dtype: torch.dtype
+) -> Mapping[str, LinearWeight]:
+    if scheme is not None:
+        return QuantizedTensors(MetaTensors(announced, dtype), DryScheme(scheme), dtype)
+    return MetaTensors({name: tensor for name, tensor in announced.items() if not name.endswith(FP8_SCALE)}, dtype)
+
+
+def _take_no_biases(bag: WeightBag, announced: Mapping[str, Announced]) -> None:
+    """Take the biases that GPTQ's writers put beside layers that have none. They are zeros, which nobody sees here."""
+    for name in announced:
+        if name.endswith(".qweight") and bag.holds(bias := f"{name.removesuffix('.qweight')}.bias"):
+            bag.take(bias)
+
+
+def _parted(weights: Mapping[str, LinearWeight], spec: ModelSpec) -> str:
+    """The first weight whose groups the model's slabs part, so that ranks cannot share it; empty where none has."""
+    mlps, slabs = mlps_of_ranks(spec), sum_slabs(spec.num_heads)
+    for name, weight in weights.items():
+        shared = name.endswith(("o_proj.weight", "down_proj.weight")) and _part_of(name, mlps) in (ATTENTION, MLPS)
+        codes = shared and isinstance(weight, QuantizedWeight)
+        if codes and slabs_of(weight.shape[1], slabs, group_of(weight)) != slabs:
+            return name
+    return ""
+
+
+def _take_modules(
+    path: Path,
+    raw: dict[str, Any],
+    announced: Mapping[str, Announced],
+    tensors: Mapping[str, LinearWeight],
+    model: TargetModel,
+    node: Node,
+) -> tuple[tuple[KvLayer, ...], int]:
+    """Take the MTP modules' tensors as the drafter does; their KV layers, and the bytes that they need."""
     first = model.spec.num_layers
-    config, entries, _ = read_mtp(files, first)
-    bag = WeightBag(Renamed(files.tensors, entries, model.dtype, META)).onto(META)
+    config, entries, _ = read_mtp(HeadFiles(path, raw, tensors), first)
+    renamed = Renamed(tensors, entries, model.dtype, META)
+    weights = PlannedWeights(renamed, announced, node, {name: entry.source for name, entry in entries.items()})
+    bag = WeightBag(weights).onto(META, node.dtype)
     for k in range(config.num_modules):
         MtpModule(model, bag, f"model.layers.{first + k}", first + k, model.rope_table())
+    num_bytes = sum(weights.sizes().values())
     bag.finish()
-    return mtp_kv_layers(model.kv_layers, config.num_modules)
+    return mtp_kv_layers(model.kv_layers, config.num_modules), num_bytes
 
 
-def _parts(
-    announced: Mapping[str, Announced], spec: ModelSpec, dtype: torch.dtype, on_gpu: bool
-) -> tuple[WeightPart, ...]:
-    sizes: dict[str, int] = {}
-    modules, mlps = spec.mtp_prefixes, mlps_of_ranks(spec)
-    for name, tensor in announced.items():
-        part = DRAFTER if name.startswith(modules) else _part_of(name, mlps)
-        if part == DRAFTER and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
-            continue  # copies of the target's, which are not kept
-        sizes[part] = sizes.get(part, 0) + _served_bytes(name, tensor, dtype, on_gpu)
+def _parts(sizes: Mapping[str, int], spec: ModelSpec, drafter_bytes: int) -> tuple[WeightPart, ...]:
+    """sizes: bytes of the target's weights, by name."""
+    found, mlps = {DRAFTER: drafter_bytes} if drafter_bytes else dict[str, int](), mlps_of_ranks(spec)
+    for name, num_bytes in sizes.items():
+        part = _part_of(name, mlps)
+        found[part] = found.get(part, 0) + num_bytes
     whole = {EVERYWHERE, LATENTS, *ON_FIRST}
-    return tuple(WeightPart(name, sizes[name], name not in whole) for name in sorted(sizes))
+    return tuple(WeightPart(name, found[name], name not in whole) for name in sorted(found))
 
 
 def _part_of(name: str, mlps: frozenset[str]) -> str:
@@ -166,18 +208,4 @@ def _part_of(name: str, mlps: frozenset[str]) -> str:
         return EVERYWHERE
     if ".self_attn." in name:
         return LATENTS if "_a_proj" in name else ATTENTION
-    return "MLPs" if (SHARED if f".{SHARED}." in name else DENSE) in mlps else FIRST_MLPS
-
-
-def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype, on_gpu: bool) -> int:
-    """Memory that a node needs for it: floats in its dtype, FP8 as stored. MXFP4 as stored, with scales in float16, or
-    unpacked on a GPU."""
-    if name.endswith(FP8_SCALE) or name.endswith(KEPT_FLOAT32):
-        return 4 * tensor.num_elements
-    if tensor.dtype in FLOATS:
-        return dtype.itemsize * tensor.num_elements
-    if tensor.dtype == FP8:
-        return tensor.num_elements
-    if name.endswith("_blocks"):
-        return (2 * dtype.itemsize if on_gpu else 1) * tensor.num_elements
-    return 0 if on_gpu else 2 * tensor.num_elements  # MXFP4's scales
+    return MLPS if (SHARED if f".{SHARED}." in name else DENSE) in mlps else FIRST_MLPS

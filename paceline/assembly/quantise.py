@@ -19,6 +19,7 @@ from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.models.hub import resolve_model
+from paceline.models.quantization.round_to_nearest import GROUP_SIZE
 from paceline.models.smoothed import Factors
 from paceline.models.write_quantised import FourBits, Written, check_source, write_quantised
 from paceline.request import SamplingParams, SequenceRequest
@@ -54,6 +55,7 @@ class Job:
     calibration: Path | None = None  # None: text that the model writes itself
     text: Path = HELD_TEXT
     threads: int = 1
+    group_size: int = GROUP_SIZE  # of schemes of 4 bits
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
         raise ConfigError("output", f"{job.output} exists already")
     _check_method(job)
     source = resolve_model(job.model, progress)
-    check_source(source, job.scheme)
+    check_source(source, job.scheme, job.group_size)
     if job.method in CALIBRATED:
         check_family(source)
     ids = _held_ids(job, source)
@@ -132,12 +134,12 @@ def _written(job: Job, source: Path, folder: Path, progress: Progress) -> Writte
     if job.method in CALIBRATED:
         sequences = _sequences(job, source, progress)
         if "smooth" in job.method:
-            factors = smoothed(source, sequences, job.scheme, progress)
+            factors = smoothed(source, sequences, job.scheme, progress, job.group_size)
             gc.collect()  # one model at a time
         if "gptq" in job.method:
-            codes = calibrated(source, sequences, progress, factors)
+            codes = calibrated(source, sequences, progress, factors, job.group_size)
             gc.collect()
-    return write_quantised(source, folder, job.scheme, progress, codes, factors)
+    return write_quantised(source, folder, job.scheme, progress, codes, factors, job.group_size)
 
 
 def _sequences(job: Job, source: Path, progress: Progress) -> list[list[int]]:
@@ -208,7 +210,8 @@ def _common(first: list[int], second: list[int]) -> int:
 def card(job: Job, written: Written, cost: Cost) -> str:
     """README.md of the folder."""
     change = cost.perplexity_after / cost.perplexity_before - 1.0
-    command = f"paceline quantize {job.model} --scheme {job.scheme} --output {job.output}"
+    groups = f" --group-size {job.group_size}" if job.group_size != GROUP_SIZE else ""
+    command = f"paceline quantize {job.model} --scheme {job.scheme}{groups} --output {job.output}"
     how, norms = "rounded to the nearest code", "norms"
     if job.method in CALIBRATED:
         command += f" --method {job.method}" + (f" --calibration {job.calibration}" if job.calibration else "")

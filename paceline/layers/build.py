@@ -167,7 +167,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
         "pl_pack_f32": ([ptr, i64, i64, ptr], None),
         "pl_panels_bytes": ([ptr], i64),
-        "pl_pack_panels": ([ptr] * 7, None),
+        "pl_pack_panels": ([ptr] * 8, None),
         "pl_linear_bf16": ([ptr, ptr, i64, i64, ptr, i32], None),
         "pl_linear_f32": ([ptr, ptr, i64, i64, ptr, i32], None),
     }

@@ -12,6 +12,8 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.layers.shared_weights import kept
 
 DENSE, INTEGER, DEQUANTISED, FLOAT8, FLOAT4 = range(5)  # Format of kernels/matrix.h
+NONE, TIMES, OVER = range(3)  # Numbers
+FLOAT8_AS_HALF = 256.0  # how much smaller a float8 is whose digits are read as a float16's
 MOST_INPUTS = 1 << 17  # of a product of integers: 127 * 128 each, summed in 32 bits
 GROUP_MULTIPLE = 8  # elements; groups of other sizes cannot be packed
 
@@ -22,7 +24,7 @@ class CMatrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("out_features", "in_features", "format", "bits", "group")),
         *((name, ctypes.c_int64) for name in ("row_scales", "half_scales", "has_minimums")),
-        *((name, ctypes.c_int64) for name in ("steps_span", "from_lowest", "slabs")),
+        *((name, ctypes.c_int64) for name in ("steps_span", "from_lowest", "numbers", "slabs")),
         *((name, ctypes.c_void_p) for name in ("packed", "bias")),
     ]
 
@@ -53,14 +55,11 @@ class PackedMatrix:
         matrix.has_minimums = int(weight.minimums is not None)
         matrix.from_lowest = int(tables.lowest is not None and tables is weight.tables)
         matrix.steps_span = tables.span if tables.scale_steps is not None else 0
+        matrix.numbers = NONE if tables.numbers is None else OVER if tables.divides else TIMES
         values = [table for table in (tables.scales, tables.lowest) if table is not None]
-        matrix.half_scales = int(not matrix.steps_span and all(map(fits_half, values)))
+        matrix.half_scales = int(not matrix.steps_span and not matrix.numbers and all(map(fits_half, values)))
         table_type = torch.int8 if matrix.steps_span else torch.float16 if matrix.half_scales else torch.float32
-        parts: list[torch.Tensor | None] = [
-            weight.codes.contiguous(),
-            *(None if table is None else table.to(table_type).contiguous() for table in (tables.scales, tables.lowest)),
-            *(None if steps is None else steps.contiguous() for steps in (tables.scale_steps, tables.lowest_steps)),
-        ]
+        parts = [weight.codes.contiguous(), *_in_memory(tables, table_type)]
 
         def fill(packed: torch.Tensor) -> None:
             addresses = [None if part is None else part.data_ptr() for part in parts]
@@ -69,9 +68,20 @@ class PackedMatrix:
         return kept((library.pl_panels_bytes(self.address),), torch.uint8, fill)
 
 
+def _in_memory(tables: FileTables, table_type: torch.dtype) -> list[torch.Tensor | None]:
+    """Scales and minimums, steps of both, and numbers, each as it is packed."""
+    scales, numbers = tables.scales.to(table_type), tables.numbers
+    if numbers is not None:
+        scales = tables.scales.to(torch.float8_e4m3fn).view(torch.uint8)
+        numbers = numbers / FLOAT8_AS_HALF if tables.divides else numbers * FLOAT8_AS_HALF
+    lowest = None if tables.lowest is None else tables.lowest.to(table_type)
+    every = (scales, lowest, tables.scale_steps, tables.lowest_steps, numbers)
+    return [None if table is None else table.contiguous() for table in every]
+
+
 def _tables_of(weight: QuantizedWeight) -> FileTables:
     """The tables that take the fewest bytes; scales and minimums themselves where a file has no smaller ones."""
-    if weight.tables is not None and format_of(weight) == INTEGER and not weight.has_row_scales:
+    if weight.tables is not None and format_of(weight) in (INTEGER, FLOAT4) and not weight.has_row_scales:
         return weight.tables
     return FileTables(weight.scales, weight.minimums)
 

@@ -66,6 +66,8 @@ class QuantizedWeight:
 
     def dequantised(self) -> torch.Tensor:
         """The weight as float32 [out_features, in_features]."""
+        if self.codes.is_meta:  # a dry run, of many thousands
+            return self.codes.new_empty(self.shape, dtype=torch.float32)
         columns = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         weight = self.numbers() * self.scales[:, columns]
         return weight if self.minimums is None else weight + self.minimums[:, columns]

@@ -19,15 +19,15 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.model_files import read_json
-from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32
+from paceline.models.registry import KEPT_FLOAT32
 from paceline.models.weight_files import MAX_HEADER_BYTES, weight_files
 
 RANGE = re.compile(r"\{(\d{1,6})-(\d{1,6})\}")
 MAX_TENSORS = 1_000_000  # of a checkpoint; the largest public ones have a tenth
 MAX_ELEMENTS = 1 << 48  # of a tensor
-FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # bytes; they are served in the node's dtype
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 WHOLE = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
-FP8 = "F8_E4M3"
+STORED = FLOATS | WHOLE | {"F8_E4M3": torch.float8_e4m3fn}  # by safetensors' names
 
 
 @dataclass(frozen=True)
@@ -103,28 +103,35 @@ def _bounded(found: dict[str, Announced], path: Path) -> dict[str, Announced]:
 
 
 class MetaTensors(Mapping[str, torch.Tensor]):
-    """Tensors without memory, as a loader gives them: floating ones in ``dtype``, FP8 ones without their scales."""
+    """Tensors without memory. As a loader gives them, floats and float8 are in ``dtype``; ``stored`` has them as they
+    lie in their files, where quantised layers are read from."""
 
     def __init__(self, announced: Mapping[str, Announced], dtype: torch.dtype) -> None:
         """Raises ConfigError for a type that nothing here reads."""
         self._announced, self._dtype = announced, dtype
-        known = {*FLOATS, *WHOLE, FP8}
-        strange = next((name for name, tensor in announced.items() if tensor.dtype not in known), None)
+        strange = next((name for name, tensor in announced.items() if tensor.dtype not in STORED), None)
         if strange is not None:
             raise ConfigError(
                 "model", f"tensor {strange} is of type {announced[strange].dtype}, which is not supported"
             )
-        self._names = dict.fromkeys(name for name in announced if not name.endswith(FP8_SCALE))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
         found = self._announced[name]
         dtype = WHOLE.get(found.dtype, torch.float32 if name.endswith(KEPT_FLOAT32) else self._dtype)
         return torch.empty(found.shape, dtype=dtype, device="meta")
 
+    def stored(self, name: str) -> torch.Tensor:
+        """The tensor in the type that it lies in."""
+        found = self._announced[name]
+        return torch.empty(found.shape, dtype=STORED[found.dtype], device="meta")
+
+    def layout(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type, by safetensors' name for it, and shape."""
+        found = self._announced[name]
+        return found.dtype, found.shape
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._announced)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._announced)

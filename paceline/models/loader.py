@@ -143,7 +143,7 @@ class WeightBag:
     def _adds_nothing(self, name: str) -> bool:
         """Whether it is a bias of zeros: GPTQ's writers put one beside layers that have none."""
         tensor = self._tensors[name] if name.endswith(".bias") else None
-        return isinstance(tensor, torch.Tensor) and not bool(tensor.any())
+        return isinstance(tensor, torch.Tensor) and not tensor.is_meta and not bool(tensor.any())
 
 
 def moved(weight: LinearWeight, device: torch.device) -> LinearWeight:

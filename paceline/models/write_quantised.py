@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +30,7 @@ LEFT_OUT = ("kv_b_proj.weight", "eh_proj.weight")  # split before use; the join 
 OWN_FILES = ("config.json", INDEX_FILE, "README.md")
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 TOP = 15  # of the codes of 4 bits
+GROUP_SIZES = (32, 64, 128)  # input features that share a scale of 4 bits
 PULLED_IN = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
@@ -44,22 +45,23 @@ class Written:
 
 @dataclass(frozen=True)
 class FourBits:
-    """A weight in groups of GROUP_SIZE with whole zero points: element (n, k) is scales[n, g] * (codes[n, k] -
-    zeros[n, g]), g = k // GROUP_SIZE."""
+    """A weight in groups with whole zero points: element (n, k) is scales[n, g] * (codes[n, k] - zeros[n, g]),
+    g = k // group_size."""
 
     codes: torch.Tensor  # uint8 [out_features, in_features], 0 to TOP
     scales: torch.Tensor  # float16 [out_features, groups]
     zeros: torch.Tensor  # uint8, shaped as scales
+    group_size: int
 
     @classmethod
     def joined(cls, parts: Sequence[FourBits], dim: int) -> FourBits:
-        """Parts beside each other: outputs along dimension 0, whole groups along dimension 1."""
+        """Parts beside each other, of one group size: outputs along dimension 0, whole groups along dimension 1."""
         codes, scales, zeros = ([getattr(part, name) for part in parts] for name in ("codes", "scales", "zeros"))
-        return cls(torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim))
+        return cls(torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim), parts[0].group_size)
 
     def dequantised(self) -> torch.Tensor:
         """The weight, float32 [out_features, in_features]."""
-        groups = torch.arange(self.codes.shape[1]) // GROUP_SIZE
+        groups = torch.arange(self.codes.shape[1]) // self.group_size
         return self.scales.float()[:, groups] * (self.codes.float() - self.zeros.float()[:, groups])
 
 
@@ -70,29 +72,31 @@ def write_quantised(
     progress: Progress,
     found: Mapping[str, FourBits] = MappingProxyType({}),
     factors: Mapping[str, Factors] = MappingProxyType({}),
+    group_size: int = GROUP_SIZE,
 ) -> Written:
     """Round the linear layers of ``source`` and write a model into ``folder``, which exists and is empty.
 
     found: codes of weights by name, for a scheme of 4 bits; other weights are rounded to the nearest code. Embedding,
     LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. factors: of tensors by name,
-    which have them before anything is rounded. Raises ConfigError for another scheme, and for a model whose weights are
-    quantised already.
+    which have them before anything is rounded. group_size: one of GROUP_SIZES, of schemes of 4 bits. Raises ConfigError
+    for what ``check_source`` refuses.
     """
-    raw = check_source(source, scheme)
+    raw = check_source(source, scheme, group_size)
     files = weight_files(source)
     stored = LazyTensors(files, torch.float32)
-    rounded = {name for name in stored if _is_linear(name, stored)}
-    if not rounded:
-        raise ConfigError("model", f"{source} has no linear layers that are known here")
+    rounded = _linear_names(stored)
     shards = _Shards(folder)
     for i, name in enumerate(stored):
         progress("rounding weights", i / len(stored))
         tensor = factors[name](stored.stored(name)) if name in factors else stored.stored(name)
-        for own, part in _tensors(name, tensor, scheme if name in rounded else "", found.get(name)):
-            shards.add(own, part)
+        if name not in rounded:
+            shards.add(name, tensor)
+            continue
+        for last, part in _rounded(tensor, scheme, group_size, found.get(name)).items():
+            shards.add(f"{name.removesuffix('weight')}{last}", part)
     shards.finish()
     plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, rounded))
-    config = raw | {MADE_FROM: source.name, "quantization_config": quantised_config(scheme, plain)}
+    config = raw | {MADE_FROM: source.name, "quantization_config": quantised_config(scheme, plain, group_size)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in COPIED:
         for file in source.glob(pattern):
@@ -102,22 +106,36 @@ def write_quantised(
     return Written(sum(file.stat().st_size for file in files), shards.total, len(rounded))
 
 
-def check_source(source: Path, scheme: str) -> dict[str, Any]:
-    """The config.json of ``source``. Raises ConfigError for what ``write_quantised`` cannot write."""
+def check_source(source: Path, scheme: str, group_size: int = GROUP_SIZE) -> dict[str, Any]:
+    """The config.json of ``source``. Raises ConfigError for what ``write_quantised`` cannot write: another scheme or
+    group size, weights that are quantised already, no layers that are known, and layers that are no whole groups."""
     if scheme not in SCHEMES:
         raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
+    if group_size not in GROUP_SIZES:
+        raise ConfigError("group_size", f"{group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
     raw = read_json(source / "config.json")
     if quantization_config(raw) is not None:
         raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
+    stored = LazyTensors(weight_files(source), torch.float32)
+    names = _linear_names(stored)
+    if not names:
+        raise ConfigError("model", f"{source} has no linear layers that are known here")
+    if group_size == GROUP_SIZE:  # whose last group may be a shorter one
+        return raw
+    if not scheme.startswith("w4"):
+        raise ConfigError("group_size", f"{scheme} has a scale for each output feature; w4a8 and w4a16 have groups")
+    for name in sorted(names):
+        if (columns := stored.layout(name)[1][1]) % group_size:
+            raise ConfigError("group_size", f"groups of {group_size} do not divide the {columns} columns of {name}")
     return raw
 
 
-def quantised_config(scheme: str, ignore: list[str]) -> dict[str, Any]:
-    """The section of config.json about a scheme; ignore: layers that stay floats."""
+def quantised_config(scheme: str, ignore: list[str], group_size: int = GROUP_SIZE) -> dict[str, Any]:
+    """The section of config.json about a scheme; ignore: layers that stay floats; group_size: of 4 bits."""
     four = scheme.startswith("w4")
     weights: dict[str, Any] = {
         "num_bits": 4 if four else 8, "type": "int", "symmetric": not four, "dynamic": False,
-        "strategy": "group" if four else "channel", "group_size": GROUP_SIZE if four else None, "observer": "minmax",
+        "strategy": "group" if four else "channel", "group_size": group_size if four else None, "observer": "minmax",
     }  # fmt: skip
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     rounds_inputs = scheme.endswith("a8")
@@ -129,9 +147,10 @@ def quantised_config(scheme: str, ignore: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_linear(name: str, stored: LazyTensors) -> bool:
-    found = LINEAR.search(name) is not None and not name.endswith(LEFT_OUT)
-    return found and len(stored.layout(name)[1]) == 2
+def _linear_names(stored: LazyTensors) -> set[str]:
+    """The weights that are rounded."""
+    found = (name for name in stored if LINEAR.search(name) is not None and not name.endswith(LEFT_OUT))
+    return {name for name in found if len(stored.layout(name)[1]) == 2}
 
 
 def _is_ignored(name: str, stored: LazyTensors, rounded: set[str]) -> bool:
@@ -139,26 +158,17 @@ def _is_ignored(name: str, stored: LazyTensors, rounded: set[str]) -> bool:
     return matrix and name not in rounded and "embed_tokens" not in name
 
 
-def _tensors(
-    name: str, tensor: torch.Tensor, scheme: str, found: FourBits | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor of the source becomes; without a scheme it stays."""
-    if not scheme:
-        yield name, tensor
-        return
-    layer = name.removesuffix(".weight")
+def _rounded(tensor: torch.Tensor, scheme: str, group_size: int, found: FourBits | None) -> Mapping[str, torch.Tensor]:
+    """What a weight becomes, by the last part of a name."""
     if scheme.startswith("w4"):
-        parts = _in_file(_four_bits(tensor) if found is None else found)
-    else:
-        parts = _eight_bits(tensor, packed=scheme != "w8a8")
-    for last, part in parts.items():
-        yield f"{layer}.{last}", part
+        return _in_file(_four_bits(tensor, group_size) if found is None else found)
+    return _eight_bits(tensor, packed=scheme != "w8a8")
 
 
-def as_written(weight: torch.Tensor, scheme: str) -> torch.Tensor:
-    """What the nearest codes of a weight stand for, float32 [out_features, in_features]."""
+def as_written(weight: torch.Tensor, scheme: str, group_size: int = GROUP_SIZE) -> torch.Tensor:
+    """What the nearest codes of a weight stand for, float32 [out_features, in_features]. group_size: of 4 bits."""
     if scheme.startswith("w4"):
-        return _four_bits(weight).dequantised()
+        return _four_bits(weight, group_size).dequantised()
     return round_to_nearest(weight, "w8a8").dequantised()
 
 
@@ -169,9 +179,9 @@ def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor
     return _packed(weight.codes.to(torch.int16) + 128, 8) | {"weight_scale": weight.scales}
 
 
-def _four_bits(tensor: torch.Tensor) -> FourBits:
+def _four_bits(tensor: torch.Tensor, group_size: int) -> FourBits:
     """Groups with a whole zero point, which this layout has, where round_to_nearest has a minimum of any size."""
-    return FourBits.joined([four_bit_rows(rows) for rows in torch.split(tensor, ROWS_AT_ONCE)], dim=0)
+    return FourBits.joined([four_bit_rows(rows, group_size) for rows in torch.split(tensor, ROWS_AT_ONCE)], dim=0)
 
 
 def _in_file(weight: FourBits) -> Mapping[str, torch.Tensor]:
@@ -181,12 +191,12 @@ def _in_file(weight: FourBits) -> Mapping[str, torch.Tensor]:
     }
 
 
-def four_bit_rows(rows: torch.Tensor) -> FourBits:
+def four_bit_rows(rows: torch.Tensor, group_size: int) -> FourBits:
     """The nearest codes of ``rows``, [rows, columns] of floats. Each group's ends are pulled in by the share that
     leaves the smallest sum of squared errors.
     """
-    missing = -rows.shape[1] % GROUP_SIZE
-    groups = torch.nn.functional.pad(rows.float(), (0, missing)).view(rows.shape[0], -1, GROUP_SIZE)
+    missing = -rows.shape[1] % group_size
+    groups = torch.nn.functional.pad(rows.float(), (0, missing)).view(rows.shape[0], -1, group_size)
     low, high = groups.amin(dim=2).clamp(max=0.0), groups.amax(dim=2).clamp(min=0.0)
     best = _rounded_between(groups, low, high)
     for share in PULLED_IN:
@@ -196,7 +206,7 @@ def four_bit_rows(rows: torch.Tensor) -> FourBits:
         best = (codes, *(torch.where(better, new, old) for new, old in zip(other[1:], best[1:], strict=True)))
     codes, scales, zeros, _ = best
     codes = codes.view(rows.shape[0], -1)[:, : rows.shape[1]]
-    return FourBits(codes.to(torch.uint8).contiguous(), scales.half(), zeros.to(torch.uint8))
+    return FourBits(codes.to(torch.uint8).contiguous(), scales.half(), zeros.to(torch.uint8), group_size)
 
 
 def _rounded_between(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -87,7 +87,8 @@ def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_by_its_headers(tmp_path: Path) -> None:
-    """The sizes are those of the tensors that lie there, without the modules' copies of embedding and head."""
+    """The sizes are those of the tensors that lie there, without the modules' copies of embedding and head, and with
+    routers in float32."""
     folder = write_folder(tmp_path)
     plan = plan_model(folder, torch.bfloat16)
     _, announced = read_announced(folder)
@@ -96,7 +97,9 @@ def test_a_folder_by_its_headers(tmp_path: Path) -> None:
     ]
     copies += [t for n, t in announced.items() if n.endswith(("4.embed_tokens.weight", "4.shared_head.head.weight"))]
     stored = sum(t.num_elements * WIDTHS[t.dtype] for t in announced.values())
-    assert plan.weight_bytes() == stored - sum(2 * t.num_elements for t in copies)
+    routers = [t for name, t in announced.items() if name.endswith(".gate.weight")]
+    wider = sum(2 * t.num_elements for t in routers)
+    assert plan.weight_bytes() == stored + wider - sum(2 * t.num_elements for t in copies)
     assert {part.name for part in plan.parts} >= {"experts", "attention", DRAFTER}
     raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     (folder / "config.json").write_text(json.dumps(raw))

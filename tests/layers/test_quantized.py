@@ -90,7 +90,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, mo
     library = ctypes.CDLL(compiled(name, tmp_path / "lesser.so", monkeypatch))
     run, address = getattr(library, LINEAR_F32), ctypes.c_void_p
     library.pl_panels_bytes.restype, library.pl_panels_bytes.argtypes = ctypes.c_int64, [address]
-    library.pl_pack_panels.argtypes, run.argtypes = [address] * 7, [address] * 2 + [ctypes.c_int64] * 2 + [address]
+    library.pl_pack_panels.argtypes, run.argtypes = [address] * 8, [address] * 2 + [ctypes.c_int64] * 2 + [address]
     for kind, make in OF_INTEGERS.items():
         for width, slabs in ((200, 1), (256, 1), (256, 2), (896, 7)):
             weight, x, out = make(random_weight(40, width)), random_rows(ROWS, width), torch.empty(ROWS, 40)
@@ -125,7 +125,9 @@ def test_products_of_floats_do_not_depend_on_rows_and_threads() -> None:
 
 
 def _check_products_of_floats(library: ctypes.CDLL) -> None:
-    """Near the numbers that codes stand for, and each row the same beside others, on other threads and alone."""
+    """Near the numbers that codes stand for, and each row the same beside others, on other threads and alone. Scales
+    that are made of float8 give the bits of scales in float32, in fewer bytes. Mutants: a number times its inverse in
+    place of a division; the number of another output."""
     run, address = getattr(library, LINEAR_OF_FLOATS), ctypes.c_void_p
     run.argtypes = [address] * 2 + [ctypes.c_int64] * 2 + [address]
     for kind, (width, slabs) in product(KINDS.keys() - INTEGER.keys(), ((200, 1), (288, 1), (512, 2))):
@@ -133,6 +135,11 @@ def _check_products_of_floats(library: ctypes.CDLL) -> None:
         matrix, whole = PackedMatrix(library, weight, None, slabs), torch.empty(37, 40)
         run(matrix.address, x.data_ptr(), 37, width, whole.data_ptr())
         torch.testing.assert_close(whole, x.float() @ weight.dequantised().t(), rtol=2e-2, atol=2e-2)
+        if weight.tables is not None:
+            plain, other = PackedMatrix(library, replace(weight, tables=None), None, slabs), torch.empty(37, 40)
+            run(plain.address, x.data_ptr(), 37, width, other.data_ptr())
+            assert torch.equal(whole, other), (kind, width)
+            assert matrix.packed.nbytes < plain.packed.nbytes
         for rows, threads in product((1, 2, 4, 5, 6, 7, 12, 16, 17, 20), (1, 2)):
             library.pl_set_threads(threads)
             out = torch.empty(rows, 40)
@@ -198,14 +205,14 @@ def test_fused_weights_give_the_outputs_side_by_side() -> None:
         assert torch.equal(Linear(fuse(parts))(x), torch.cat([Linear(part)(x) for part in parts], dim=1))
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q4_1"])
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q4_1", "float4 times a number", "float4 over a number"])
 def test_tables_of_files_stay_those_of_the_values(kind: str) -> None:
     """However a weight is cut, joined and put in order. Mutants: steps cut as groups are, or not at all."""
-    weight, order = OF_FILES[kind](random_weight(48, 1024)), torch.randperm(48)
+    weight, order = (OF_FILES | KINDS)[kind](random_weight(48, 1024)), torch.randperm(48)
     parts: list[LinearWeight] = [weight.rows(3, 17), weight.of_rows(order), weight.columns(256, 1024)]
     parts += [weight.columns(256, 1024).rows(1, 4), weight.columns(0, 512), weight.copied()]
     parts.append(fuse([weight, weight.rows(0, 5)]))
-    if kind != "Q4_1":  # beside one that has no minimums, and groups of another size
+    if kind in ("Q6_K", "Q4_K"):  # beside one that has no minimums, and groups of another size
         parts.append(fuse_layers({"q": weight, "v": OF_FILES["Q6_K"](random_weight(8, 1024))}))
     for part in parts:
         assert isinstance(part, QuantizedWeight)
@@ -217,5 +224,5 @@ def test_tables_of_files_stay_those_of_the_values(kind: str) -> None:
             assert part.minimums is not None
             assert torch.equal(minimums, part.minimums)
     parted = weight.columns(32, 1024)  # the first step ends in the middle
-    assert (parted.tables is None) == (kind != "Q4_1")
+    assert (parted.tables is None) == (kind in ("Q6_K", "Q4_K"))
     assert torch.equal(parted.dequantised(), weight.dequantised()[:, 32:])

@@ -87,6 +87,19 @@ def float4(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight((codes - 8).to(torch.int8), scales, None, 4, 32, False, float4=True)
 
 
+def numbered(weight: torch.Tensor, group_size: int, divides: bool) -> QuantizedWeight:
+    """e2m1 numbers, a float8 for each group, and a number for each row that multiplies or divides them."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values, columns = torch.cat([values, -values]), torch.arange(weight.shape[1]) // group_size
+    peaks = torch.stack([group.float().abs().amax(dim=1) for group in torch.split(weight, group_size, dim=1)], dim=1)
+    numbers = 61.7 + torch.arange(len(weight))
+    float8s = (peaks / 6 * numbers.unsqueeze(1)).to(torch.float8_e4m3fn)
+    tables = FileTables(float8s.half(), None, numbers=numbers if divides else 1 / numbers, divides=divides)
+    scales, _ = tables.values()
+    codes = ((weight.float() / scales[:, columns]).unsqueeze(-1) - values).abs().argmin(dim=-1)
+    return QuantizedWeight((codes - 8).to(torch.int8), scales, None, 4, group_size, False, tables=tables, float4=True)
+
+
 def divided(weight: QuantizedWeight) -> QuantizedWeight:
     """The same numbers in groups of half the size."""
     size = weight.group_size // 2
@@ -108,6 +121,8 @@ OF_FLOATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "float8": float8,
     "float4": float4,
     "float4 groups of 16": lambda weight: divided(float4(weight)),
+    "float4 times a number": lambda weight: numbered(weight, 16, divides=False),
+    "float4 over a number": lambda weight: numbered(weight, 32, divides=True),
     "w4a16 groups of 128": lambda weight: replace(shifted(weight, 128, 4), int8_activations=False),
 }
 KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | OF_FLOATS

@@ -52,7 +52,7 @@ static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made
   Branches branches;
   const bool by_groups = !w.row_scales;  // with scales of whole rows, a slab is one group
   const int64_t groups = by_groups ? num_groups(w) / w.slabs : 1;
-  const uint8_t *tables = panel, *codes = panel + (by_groups ? 0 : tables_bytes(w));
+  const uint8_t *tables = panel, *codes = panel + head_bytes(w);
   for (int64_t s = 0, g = 0, k = 0; s < w.slabs; s++) {
     for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
     for (int64_t end = g + groups; g < end; g++) {
@@ -70,7 +70,7 @@ static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made
       if (KIND == MADE) made += PANEL * length * sizeof(typename A::Element);
       k += length;
       for (int b = 0; b < 2; b++) {
-        v16 scale = load_table(tables, w.half_scales, 16 * b);
+        v16 scale = float_scales(w, panel, tables, 16 * b);
         for (int m = 0; m < M; m++) total[m][b] = fused(sum[m][b], scale, total[m][b]);
         if (!w.has_minimums) continue;
         v16 minimum = load_table(tables + table_bytes(w), w.half_scales, 16 * b);
@@ -131,7 +131,7 @@ template <int KIND>
 static void make_pairs(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   constexpr int HALVES = in_halves(KIND) ? 2 : 1;
   uint8_t* second = made + 32 * w.in_features;
-  if (w.row_scales) panel += tables_bytes(w);
+  panel += head_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
     for (int64_t k = 0; k < group_length(w, g); k += 4 * HALVES, panel += 128) {
@@ -147,15 +147,16 @@ static void make_pairs(const Matrix& w, const uint8_t* panel, uint8_t* made) {
 }
 
 // Sums of up to 32 rows (rows1: beyond 16) and a panel's 32 outputs over the groups of one slab, into total: two blocks of 16
-// rows by two of 16 outputs. panel: at group `first`. made: what `make_pairs` made, from the slab's first of k on.
-static void add_groups(const Matrix& w, const uint8_t* panel, int64_t first, const bf16* x, int64_t ldx, const float* x_sums,
-                       int64_t x_groups, int rows0, int rows1, const bf16* made, v16 (&total)[2][2][16]) {
+// rows by two of 16 outputs. tables: of group `first`. made: what `make_pairs` made, from the slab's first of k on.
+static void add_groups(const Matrix& w, const uint8_t* panel, const uint8_t* tables, int64_t first, const bf16* x,
+                       int64_t ldx, const float* x_sums, int64_t x_groups, int rows0, int rows1, const bf16* made,
+                       v16 (&total)[2][2][16]) {
   alignas(64) float sums[2][2][16][16];
   const int64_t groups = w.row_scales ? 1 : num_groups(w) / w.slabs;
   const int rows[2] = {rows0, rows1};
   memset(total, 0, sizeof total);
   before_tiles();
-  for (int64_t g = 0; g < groups; g++, panel += tables_bytes(w) + codes_bytes(w, 0)) {
+  for (int64_t g = 0; g < groups; g++, tables += tables_bytes(w) + codes_bytes(w, 0)) {
     _tile_zero(0); _tile_zero(1);
     if (rows1) { _tile_zero(2); _tile_zero(3); }
     const int64_t length = w.row_scales ? w.in_features / w.slabs : group_length(w, first + g);
@@ -173,8 +174,8 @@ static void add_groups(const Matrix& w, const uint8_t* panel, int64_t first, con
     _tile_stored(0, sums[0][0], 64); _tile_stored(1, sums[0][1], 64);
     if (rows1) { _tile_stored(2, sums[1][0], 64); _tile_stored(3, sums[1][1], 64); }
     for (int b = 0; b < 2; b++) {
-      v16 scale = load_table(panel, w.half_scales, 16 * b);
-      v16 minimum = w.has_minimums ? load_table(panel + table_bytes(w), w.half_scales, 16 * b) : v16{};
+      v16 scale = float_scales(w, panel, tables, 16 * b);
+      v16 minimum = w.has_minimums ? load_table(tables + table_bytes(w), w.half_scales, 16 * b) : v16{};
       for (int r = 0; r < 2; r++)
         for (int m = 0; m < rows[r]; m++) {
           v16 sum = fused(load16(sums[r][b][m]), scale, total[r][b][m]);
@@ -196,8 +197,9 @@ static void panel_tiles(Tiles& tiles, const Matrix& w, const uint8_t* panel, con
     v16 total[2][2][16];
     Branches branches[2][2];
     for (int64_t s = 0; s < w.slabs; s++) {
-      add_groups(w, panel + s * step, s * groups, x.rows + row * x.stride + s * width, x.stride, x.sums + row * x.groups + s * groups,
-                 x.groups, rows[0], rows[1], made + 16 * s * width, total);
+      const uint8_t* tables = w.row_scales ? panel : panel + head_bytes(w) + s * step;
+      add_groups(w, panel, tables, s * groups, x.rows + row * x.stride + s * width, x.stride,
+                 x.sums + row * x.groups + s * groups, x.groups, rows[0], rows[1], made + 16 * s * width, total);
       for (int i = 0; w.slabs > 1 && i < 4; i++)
         if (rows[i / 2]) branches[i / 2][i % 2].add(w.slabs, s, total[i / 2][i % 2], rows[i / 2]);
     }

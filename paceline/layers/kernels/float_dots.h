@@ -232,7 +232,7 @@ static inline __attribute__((always_inline)) void dot_numbers(const typename A::
 template <class A, int KIND>
 static void make_numbers(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   constexpr int COUNT = 4 / A::TAKEN, HALVES = in_halves(KIND) ? 2 : 1;
-  if (w.row_scales) panel += tables_bytes(w);
+  panel += head_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
     for (int64_t k = 0; k < padded(group_length(w, g)); k += 4 * HALVES, panel += 128) {

@@ -50,14 +50,19 @@ static void pack_steps(const Matrix& w, const uint16_t* scales, const uint16_t* 
       for (int64_t n = 0; values && n < PANEL; n++) *out++ = n0 + n < w.out_features ? values[(n0 + n) * runs + r] : 0;
 }
 
+// Numbers of a panel's outputs. values: [out_features].
+static void pack_numbers(const Matrix& w, const float* values, int64_t n0, float* out) {
+  for (int64_t n = 0; n < PANEL; n++) out[n] = n0 + n < w.out_features ? values[n0 + n] : 1;
+}
+
 extern "C" {
 
 int64_t pl_panels_bytes(const Matrix* w) { return num_panels(*w) * panel_bytes(*w); }
 
 // codes: a byte each, [out_features, in_features]; scales, minimums (or null): [out_features, 1 or groups], whole numbers
-// where the matrix has steps; those: [out_features, runs] each.
+// where the matrix has steps; those: [out_features, runs] each; numbers, where it has them: [out_features].
 void pl_pack_panels(const Matrix* w, const uint8_t* codes, const void* scales, const void* minimums,
-                    const uint16_t* scale_steps, const uint16_t* minimum_steps, uint8_t* out) {
+                    const uint16_t* scale_steps, const uint16_t* minimum_steps, const float* numbers, uint8_t* out) {
 #pragma omp parallel for schedule(static) num_threads(pl_threads())
   for (int64_t p = 0; p < num_panels(*w); p++) {
     uint8_t* at = out + p * panel_bytes(*w);
@@ -65,8 +70,12 @@ void pl_pack_panels(const Matrix* w, const uint8_t* codes, const void* scales, c
       pack_steps(*w, scale_steps, minimum_steps, p * PANEL, (uint16_t*)at);
       at += head_bytes(*w);
     }
+    if (w->numbers) {
+      pack_numbers(*w, numbers, p * PANEL, (float*)at);
+      at += head_bytes(*w);
+    }
     for (int64_t g = 0; g < num_groups(*w); at += codes_bytes(*w, g), g++) {
-      if (w->steps_span) {
+      if (w->steps_span || w->numbers) {
         pack_whole(*w, (const int8_t*)scales, p * PANEL, g, at);
         if (minimums) pack_whole(*w, (const int8_t*)minimums, p * PANEL, g, at + table_bytes(*w));
         at += tables_bytes(*w);

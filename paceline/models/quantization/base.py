@@ -6,7 +6,7 @@ A scheme is one file here and one record in ``schemes.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,30 @@ class Scheme(ABC):
     @abstractmethod
     def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """The weight of a layer that was checked; float32 where no kernel can multiply by its codes."""
+
+    def says_of(self, layer: str) -> Hashable:
+        """What besides types and shapes decides how a layer is read. Raises ConfigError."""
+        return None
+
+
+class DryScheme(Scheme):
+    """A scheme over tensors without memory: layers of one layout have one weight, which is made once."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme, self.marks, self.ignored = scheme, scheme.marks, scheme.ignored
+        self._made: dict[Hashable, LinearWeight] = {}
+
+    def check(self, layer: str, parts: LayerTensors) -> None:
+        """See Scheme."""
+        self._scheme.check(layer, parts)
+
+    def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
+        """See Scheme."""
+        layout = frozenset((name, part.dtype, part.shape) for name, part in parts.items())
+        key = (self._scheme.says_of(layer), layout)
+        if key not in self._made:
+            self._made[key] = self._scheme.read(layer, parts)
+        return self._made[key]
 
 
 Reader = Callable[[Mapping[str, Any]], Scheme]  # from quantization_config; raises ConfigError

@@ -25,7 +25,7 @@ from paceline.models.quantization.base import (
     refused,
     whole,
 )
-from paceline.models.quantization.fp4 import SCALE, check_mxfp4, check_nvfp4, float4_weight, powers_of_two
+from paceline.models.quantization.fp4 import SCALE, check_mxfp4, check_nvfp4, float4_weight, nvfp4_weight, powers_of_two
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
@@ -162,6 +162,10 @@ class CompressedTensors(Scheme):
             raise refused(f"{layer} is quantised, but the config has no group for it")
         return found
 
+    def says_of(self, layer: str) -> Group:
+        """See Scheme."""
+        return self.group_of(layer)
+
     def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         group = self.group_of(layer)
@@ -212,9 +216,10 @@ def _check_floats(layer: str, parts: LayerTensors, group: Group) -> None:
 def _floats(parts: LayerTensors, group: Group) -> QuantizedWeight:
     if group.bits == 8:
         return fp8_weight(parts["weight"], parts[SCALE], group.block)
-    scales = parts[SCALE].load()
-    of_groups = scales.float() / parts[DIVISOR].load() if group.strategy == WITH_GLOBAL else powers_of_two(scales)
-    return float4_weight(parts[PACKED].load(), of_groups, group.group_size)
+    codes, scales = parts[PACKED].load(), parts[SCALE].load()
+    if group.strategy == WITH_GLOBAL:
+        return nvfp4_weight(codes, scales, parts[DIVISOR].load(), group.group_size, divides=True)
+    return float4_weight(codes, powers_of_two(scales), group.group_size)
 
 
 def _num_groups(group: Group, columns: int) -> int:
@@ -226,7 +231,8 @@ def _int_shape(layer: str, parts: LayerTensors, group: Group) -> tuple[int, int]
     if PACKED not in parts:
         return matrix(layer, parts, "weight", ("I8",))
     rows, words = matrix(layer, parts, PACKED, ("I32",))
-    said = tuple(need(layer, parts, "weight_shape", ("I64", "I32"), (2,)).load().tolist())
+    shape = need(layer, parts, "weight_shape", ("I64", "I32"), (2,)).load()
+    said = (rows, words * 32 // group.bits) if shape.is_meta else tuple(shape.tolist())  # meta: a dry run
     if said[0] != rows or -(-said[1] * group.bits // 32) != words:
         raise refused(f"{layer}.weight_shape says {said}, but {PACKED} has shape {(rows, words)}")
     return rows, int(said[1])

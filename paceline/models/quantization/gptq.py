@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from paceline.layers.quantized import LinearWeight
 from paceline.models.quantization.base import LayerTensors, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
@@ -30,7 +32,8 @@ def read_config(config: Mapping[str, Any]) -> Scheme:
     overrides = config.get("dynamic") or {}
     if any(not str(pattern).startswith("-:") for pattern in overrides):
         raise refused("gptq with widths of single layers (dynamic) is not supported")
-    return Gptq(bits, group_size, FORMATS[layout])
+    announced = (bool(config.get("sym", True)), bool(config.get("desc_act", False)))
+    return Gptq(bits, group_size, FORMATS[layout], announced)
 
 
 class Gptq(Scheme):
@@ -38,9 +41,11 @@ class Gptq(Scheme):
 
     marks = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 
-    def __init__(self, bits: int, group_size: int, lowered: bool) -> None:
-        """group_size: input features; -1: all. lowered: zero points lie one lower than they are."""
+    def __init__(self, bits: int, group_size: int, lowered: bool, announced: tuple[bool, bool]) -> None:
+        """group_size: input features; -1: all. lowered: zero points lie one lower than they are. announced: whether all
+        zero points are the middle, and whether groups lie in an order of their own; a dry run goes by that."""
         self.bits, self.group_size, self.lowered = bits, group_size, lowered
+        self.is_symmetric, self.is_ordered = announced
 
     def _shape(self, layer: str, parts: LayerTensors) -> tuple[int, int, int]:
         """Output features, input features, size of a group."""
@@ -66,4 +71,7 @@ class Gptq(Scheme):
             words = words + ONES[self.bits]  # wraps around, as the subtraction did
         zeros = unpack(words, self.bits)[:, :rows].t()
         order = parts["g_idx"].load() if "g_idx" in parts else None
+        if words.is_meta:  # a dry run
+            zeros = torch.full(zeros.shape, 1 << (self.bits - 1)) if self.is_symmetric else zeros
+            order = order if self.is_ordered else None
         return ordered_weight(codes, zeros, parts["scales"].load().t(), (self.bits, group_size), order)

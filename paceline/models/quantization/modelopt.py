@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models.quantization.base import FP8, LayerTensors, Scheme, refused, whole
-from paceline.models.quantization.fp4 import SCALE, check_nvfp4, float4_weight
+from paceline.models.quantization.fp4 import SCALE, check_nvfp4, nvfp4_weight
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
@@ -45,8 +45,8 @@ class ModelOpt(Scheme):
         """See Scheme."""
         if _is_fp8(parts):
             return fp8_weight(parts[WEIGHT], parts[SCALE], None)
-        scales = parts[SCALE].load().float() * parts[OF_TENSOR].load().float()
-        return float4_weight(parts[WEIGHT].load(), scales, GROUP_SIZE)
+        codes, scales, number = (parts[name].load() for name in (WEIGHT, SCALE, OF_TENSOR))
+        return nvfp4_weight(codes, scales, number, GROUP_SIZE, divides=False)
 
 
 def _is_fp8(parts: LayerTensors) -> bool:

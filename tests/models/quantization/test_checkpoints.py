@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
-from paceline.assembly.model_plan import plan_model
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
@@ -24,6 +23,7 @@ from paceline.kvcache.pool import KvPool
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.digest import weights_digest
 from paceline.models.loader import WeightBag
+from paceline.models.quantization.fp4 import nvfp4_weight
 from paceline.models.quantization.fusing import fuse_layers, reordered
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.spec_decode.heads.mtp import load_mtp
@@ -82,9 +82,15 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "fp8 tensor": ({"quant_method": "fp8"}, every(fp8(None, "weight_scale", per_tensor=True))),
     "gptq 4 sym": (GPTQ, every(gptq(4, 32, sym=True))),
     "gptq 4 asym": (GPTQ | {"sym": False}, every(gptq(4, 32, sym=False))),
-    "gptq 8 asym, one group": (GPTQ | {"bits": 8, "group_size": -1, "desc_act": True}, every(gptq(8, 96, sym=False))),
-    "gptq 4 desc_act": (GPTQ | {"desc_act": True}, every(gptq(4, 32, sym=False, act=True))),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, every(gptq(4, 32, sym=False, v2=True, order=False))),
+    "gptq 8 asym, one group": (
+        GPTQ | {"bits": 8, "group_size": -1, "desc_act": True, "sym": False},
+        every(gptq(8, 96, sym=False)),
+    ),
+    "gptq 4 desc_act": (GPTQ | {"desc_act": True, "sym": False}, every(gptq(4, 32, sym=False, act=True))),
+    "gptq_v2": (
+        GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
+        every(gptq(4, 32, sym=False, v2=True, order=False)),
+    ),
     "awq": (AWQ, but_down(awq(32))),
     "ct int8": (compressed("int-quantized", ROWS, TOKEN, ignore=["lm_head", "re:.*down_proj"]), but_down(int8())),
     "ct int8 asym": (compressed("int-quantized", ROWS | {"symmetric": False}), every(int8(zeros=True))),
@@ -226,10 +232,17 @@ def test_damaged_layers(case: str, name: str, tensor: torch.Tensor, named: str, 
         open_checkpoint(tmp_path, torch.float32)
 
 
-def test_plan_says_what_it_does_not_plan(tmp_path: Path) -> None:
-    write_quantised(tmp_path, *CASES["awq"])
-    with pytest.raises(ConfigError, match="awq checkpoints are served but not planned"):
-        plan_model(tmp_path, torch.bfloat16)
+@pytest.mark.parametrize(("scale", "number", "has_tables"), [
+    (0.5, 0.01, True), (-0.5, 0.01, False), (-0.0, 0.01, False),
+    (float("nan"), 0.01, False), (0.5, 1e-36, False),
+])  # fmt: skip
+def test_nvfp4_scales_that_no_kernel_makes(scale: float, number: float, has_tables: bool) -> None:
+    """They stay float32. Mutant: they lie as float8 whatever they are."""
+    scales = torch.full((32, 2), scale).to(torch.float8_e4m3fn)
+    weight = nvfp4_weight(torch.zeros(32, 16, dtype=torch.uint8), scales, torch.tensor(number), 16, divides=False)
+    assert (weight.tables is not None) == has_tables
+    expected = scales.float() * number
+    assert torch.equal(weight.scales.nan_to_num(), expected.nan_to_num())
 
 
 def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from paceline.assembly.calibrate import calibrated
 from paceline.models.compensated import DAMPING, compensated
-from paceline.models.quantization.round_to_nearest import GROUP_SIZE
 from paceline.models.write_quantised import TOP, FourBits, four_bit_rows
 
 SHAPE: dict[str, Any] = {
@@ -26,14 +25,15 @@ def hessian_of(inputs: torch.Tensor) -> torch.Tensor:
     return wide.t() @ wide
 
 
-def test_features_left_are_the_best_ones_for_those_that_have_codes() -> None:
+@pytest.mark.parametrize("size", [32, 64])
+def test_features_left_are_the_best_ones_for_those_that_have_codes(size: int) -> None:
     """After each feature, those that have no codes yet must minimise the error of the products: a system that is
-    solved here anew each time, in float64."""
+    solved here anew each time, in float64. Mutant: groups of 32 whatever is asked."""
     random = torch.Generator().manual_seed(5)
     mixed = torch.randn(80, 80, generator=random) * 0.3
     hessian = hessian_of(torch.randn(400, 80, generator=random) @ (torch.eye(80) + mixed))
     weight = torch.randn(6, 80, generator=random)
-    found = compensated(weight, hessian)
+    found = compensated(weight, hessian, size)
     damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(80)
     wanted, written = weight.double(), found.dequantised().double()
     for j in range(80):
@@ -41,9 +41,9 @@ def test_features_left_are_the_best_ones_for_those_that_have_codes() -> None:
         if j:
             share = torch.linalg.solve(damped[j:, j:], damped[j:, :j])
             left = left + (wanted[:, :j] - written[:, :j]) @ share.t()
-        group = j // GROUP_SIZE
-        if j % GROUP_SIZE == 0:
-            scales = four_bit_rows(left[:, :GROUP_SIZE].float()).scales
+        group = j // size
+        if j % size == 0:
+            scales = four_bit_rows(left[:, :size].float(), size).scales
             assert torch.allclose(found.scales[:, group].float(), scales[:, 0].float(), rtol=2e-3), j
         place = left[:, 0] / found.scales[:, group].double() + found.zeros[:, group]
         assert ((place.clamp(0, TOP) - found.codes[:, j]).abs() <= 0.501).all(), j

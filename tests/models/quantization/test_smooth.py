@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from paceline.assembly.calibrate import PARTS, calibrated, smoothed
 from paceline.models.quantization.round_to_nearest import round_to_nearest
 from paceline.models.smoothed import Factors, Inputs, best_factors, kept
-from paceline.models.write_quantised import write_quantised
+from paceline.models.write_quantised import as_written, write_quantised
 from tests.models.test_llama_parity import CASES, SHAPE, TOKENS, ours
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -75,6 +76,21 @@ def test_rounding_costs_less(scheme: str, most: float, tmp_path: Path) -> None:
         write_quantised(tmp_path / "floats", tmp_path / name, scheme, lambda what, share: None, factors=given)
     floats, nearest, smooth = (ours(tmp_path / name, TOKENS, (45,)) for name in ("floats", "nearest", "smooth"))
     assert (smooth - floats).norm() < most * (nearest - floats).norm()
+
+
+def test_factors_are_tried_in_the_groups_that_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: weights, or inputs, in groups of 32 whatever is asked."""
+    write_model(tmp_path, "llama")
+    tried = []
+
+    def noted(inputs: Inputs, weight: torch.Tensor, rounded: Any, group: int, heads: Any = None) -> torch.Tensor:
+        tried.append((group, torch.equal(rounded(weight), as_written(weight, "w4a8", 64)), weight.shape[1]))
+        return best_factors(inputs, weight, rounded, group, heads)
+
+    monkeypatch.setattr("paceline.assembly.calibrate.best_factors", noted)
+    smoothed(tmp_path, SEQUENCES, "w4a8", lambda what, share: None, 64)
+    assert tried
+    assert all((group, same) == (min(64, width), True) for group, same, width in tried)
 
 
 def test_gptq_of_a_smoothed_model(tmp_path: Path) -> None:
