@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import socket
@@ -19,6 +20,7 @@ from cluster.nodes.launch import RayNode
 from cluster.nodes.ray_session import start_ray
 from paceline.errors import NodeUnavailable
 from paceline.v1 import node_pb2, node_pb2_grpc
+from tests.fakes.supervised import REAL_LIMIT_S, Case
 
 
 class Server(node_pb2_grpc.DecodeNodeServicer):
@@ -204,3 +206,23 @@ def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode) -> N
     stopped = RayNode("decode-0", "decode", 1, actor)
     actor.asked[-1].set_result(True)
     assert stopped.died()
+
+
+async def test_nobody_is_being_asked_once_the_supervisor_has_stood_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: ``Supervisor._stop_watching`` waits for none of the tasks that it cancels."""
+    case, asked, over = Case(), asyncio.Event(), asyncio.Event()
+
+    async def answers() -> bool:
+        asked.set()
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)  # a thread that is under way, as in RayNode
+            over.set()
+
+    await case.supervisor.start()
+    monkeypatch.setattr(case.nodes.handles[0], "answers", answers)
+    case.leased = False
+    await asyncio.wait_for(asked.wait(), REAL_LIMIT_S)
+    await case.supervisor.stand_down("process 7 on elsewhere")
+    assert over.is_set()
