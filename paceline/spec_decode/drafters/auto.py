@@ -16,7 +16,8 @@ that chose it: where these are too few, none of them has it (``settle``).
 
 An arm that is not used is never measured: now and then the one that waited longest is tried. Rounds earn an allowance
 of ``probe_share`` of their time, a trial spends what it lost against the best arm, and none starts in debt. So looking
-around costs at most that share, and next to nothing while the other arms are good too.
+around costs at most that share, and next to nothing while the other arms are good too. What a trial shows is known for
+all sequences, so a batch above ``tree_batch`` earns no more than one of that size.
 
 Choices rest on earlier rounds, the committed tokens and measured seconds. They change the speed; under the default
 acceptance rule no text. What a round came to is read from the sequence's own counts when it next drafts.
@@ -170,7 +171,8 @@ class AutoChooser:
     ) -> None:
         """primary: the drafter with state, or ``none``. copies: drafters that repeat what stood before, best first.
 
-        tree_batch: sequences up to which trees are worth a thought (L1). probe_share: see the module.
+        tree_batch: sequences up to which trees are worth a thought (L1), and each earns its part of trials.
+        probe_share: see the module.
         """
         self.costs, self.primary, self.copies = costs, primary, tuple(copies)
         self.tree_batch, self.probe_share = tree_batch, probe_share
@@ -207,7 +209,8 @@ class AutoChooser:
         self._learn(seq, state)
         if budget.num_draft_tokens == 0:
             return ((NONE, budget),)
-        self._allowance = min(self._allowance + self.probe_share, MOST_ALLOWANCE)
+        share = self.probe_share * min(1.0, self.tree_batch / self._batch)
+        self._allowance = min(self._allowance + share, MOST_ALLOWANCE)
         arms = self._arms(seq, state, budget, primary_ready)
         worth: dict[Arm, float] = {}
         if self._chain in arms:

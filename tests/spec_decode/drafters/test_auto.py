@@ -192,10 +192,12 @@ def test_without_trials_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None
     assert world.run("auto", warm_up=6000) < 0.7 * world.run("head", warm_up=6000)
 
 
-def test_trials_spend_no_more_than_their_share() -> None:
-    """Everything but plain steps is waste here; count it over the whole life, warm-up included from round 200."""
-    world = WORLDS["a useless head"]
-    assert world.run("auto", warm_up=200) >= (1 - 0.025) * world.run("none", warm_up=200)
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.025), (16, 0.01)])
+def test_trials_spend_no_more_than_their_share(batch: int, share: float) -> None:
+    """Everything but plain steps is waste here; count it over the whole life, warm-up included from round 200. Mutant:
+    a batch of 16 earns as many trials as sixteen nodes."""
+    world, how = WORLDS["a useless head"], {"batch": batch, "warm_up": 200}
+    assert world.run("auto", **how) >= (1 - share) * world.run("none", **how)
 
 
 def plan_names(chooser: AutoChooser, seq: Sequence, budget: DraftBudget, batch: int = 1) -> list[str]:
