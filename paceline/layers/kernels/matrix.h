@@ -9,7 +9,8 @@
 // [k/4][32 outputs][4 of k]. Codes of 4 bits: [k/8][32 outputs][4], where the low halves of the bytes are the first four of
 // k and the high halves the next four. Codes of 6 bits: for each 16 of k, their low halves like codes of 4 bits, then
 // [32 outputs][4], where bits 2i and 2i + 1 of byte j are the high ones of k = 4i + j. A group is padded to a multiple of
-// 8. Integer codes lie as code + 128, code + 32 or code + 8, so that they have no sign; codes that stand for a float8 or a float4 lie as its bits.
+// 8. Integer codes lie as code + 128, code + 32 or code + 8, so that they have no sign; codes that stand for a float8 or a
+// float4 lie as its bits.
 #pragma once
 #include "common.h"
 #if !defined(PACELINE_GENERIC) && defined(__x86_64__)

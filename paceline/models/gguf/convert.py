@@ -76,7 +76,7 @@ def write_configs(file: GgufFile, folder: Path, beside: Path | None = None) -> N
 
 def _named_ends(fields: Fields) -> list[int]:
     """Tokens that end a turn besides those that a file has fields for."""
-    tokens, names = fields.listed("tokenizer.ggml.tokens"), ENDS.get(fields.architecture, ())
+    tokens, names = fields.common("tokenizer.ggml.tokens"), ENDS.get(fields.architecture, ())
     return [tokens.index(name) for name in names if isinstance(tokens, list) and name in tokens]
 
 
@@ -85,7 +85,7 @@ def _known(fields: Fields) -> Fields:
     if fields.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise fields.refused(f"general.architecture {fields.architecture!r} is not supported ({known})")
-    if (parts := fields.listed("split.count") or 1) != 1:
+    if (parts := fields.common("split.count") or 1) != 1:
         raise fields.refused(f"it is one of {parts} files; join them with llama-gguf-split --merge")
     return fields
 

@@ -50,6 +50,6 @@ class Fields:
         value = self._fields.get(f"tokenizer.ggml.{name}_token_id")
         return value if isinstance(value, int) else None
 
-    def listed(self, name: str) -> Any:
+    def common(self, name: str) -> Any:
         """A field that belongs to no architecture, by its whole name; None where there is none."""
         return self._fields.get(name)
