@@ -20,12 +20,13 @@ from cluster.role_check import check_roles
 from cluster.serving_router import ServingRouter, check_front, import_front_door
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
-from cluster.state.published import Published, Served, say_routed
+from cluster.state.published import SHARED_STATE, Published, Served, say_routed
 from cluster.state.registry_types import Registry
 from cluster.supervision import Supervision, nodes_outlive
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PairingRefused
+from paceline.role_options import ROLES
 from paceline.rpc.identity import Identity, Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -84,8 +85,7 @@ class Deployment:
         await front.open(served)
         await nodes.open_admin()
         self.admin_address = nodes.admin_address
-        told = config.model_dump(exclude={*ROUTER_OPTIONS, "redis"} - {"ray_address"}, mode="json")
-        self._lease.publish(Published(version("paceline"), told, served, kinds, front.text_digest).to_json())
+        self._lease.publish(published_of(config, served, kinds, front.text_digest).to_json())
 
     def _start_ray(self) -> None:
         """On this thread: the kernel ends Ray's processes with the thread that started them."""
@@ -184,3 +184,12 @@ async def _connect(identity: Identity, prefill: Slot, decode: Slot) -> None:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise PairingRefused.from_text(f"{pair}: {error.details()}") from None
             raise NodeUnavailable(f"{pair} did not connect: {error.details()}") from None
+
+
+def published_of(config: ServeConfig, served: Served, kinds: list[tuple[str, str]], text_digest: str) -> Published:
+    """What this build tells routers that join a deployment with these options."""
+    options = config.model_dump(exclude={*ROUTER_OPTIONS, "redis"} - {"ray_address"}, mode="json")
+    options |= {role: getattr(config, role).given() for role in ROLES}
+    chosen = [name for name in config.chosen if name in options]
+    build, keyed = version("paceline"), bool(config.api_keys)
+    return Published(build, options, served, kinds, text_digest, SHARED_STATE, chosen, keyed)

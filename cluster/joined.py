@@ -12,7 +12,7 @@ import logging
 import time
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import redis
@@ -23,11 +23,12 @@ from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front
 from cluster.state.connection import check_url
 from cluster.state.holder import DeploymentLease, Holder, read_holder
-from cluster.state.published import Published, read_published, say_routed, wait_for_published
+from cluster.state.published import SHARED_STATE, Published, read_published, say_routed, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
 from cluster.supervision import Supervision, open_admin
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
+from paceline.role_options import ROLES, RoleOptions
 from paceline.rpc.identity import Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -244,14 +245,29 @@ def _tell(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], who: str) 
 
 def _joined_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
     """The deployment's options, and this process's own. Which of the roles' options go together depends on whether
-    there are prefill nodes."""
-    if told.build != version("paceline"):
-        raise ConfigError("join", f"the deployment runs Paceline {told.build}, this is {version('paceline')}")
+    there are prefill nodes. Raises ConfigError where this build cannot serve as that one does."""
+    if told.state != SHARED_STATE:
+        builds = f"the deployment runs Paceline {told.build}, this is {version('paceline')}"
+        raise ConfigError("join", f"{builds}, and routers of the two keep different things in Redis")
+    if told.keyed and not own.api_keys:
+        raise ConfigError("api_keys", "are asked for by the deployment: name the same file as it does (--api-keys)")
     taken = SHARED_OPTIONS | {"prefill_nodes"}
-    shared = {name: value for name, value in told.options.items() if name in taken}
+    shared = {name: value for name, value in _known(told).items() if name in taken}
     return ServeConfig.model_validate(shared | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})
 
 
 def _whole_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
     """The same, with the options that say what nodes there are."""
-    return ServeConfig.model_validate(told.options | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})
+    return ServeConfig.model_validate(_known(told) | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})
+
+
+def _known(told: Published) -> dict[str, Any]:
+    """The deployment's options that this build has. Raises ConfigError for another one that was chosen there."""
+    fields = ServeConfig.model_fields
+    lacking = [name for name in told.options if name not in fields and name in told.chosen]
+    for role in ROLES:
+        lacking += [f"{role}_{name}" for name in told.options.get(role, {}) if name not in RoleOptions.model_fields]
+    if lacking:
+        builds = f"the deployment runs Paceline {told.build}, this is {version('paceline')}"
+        raise ConfigError("join", f"this build has no option {lacking[0]!r}, which the deployment has: {builds}")
+    return {name: value for name, value in told.options.items() if name in fields}

@@ -255,10 +255,14 @@ class EngineConfig(Frozen):
         if self.handoff_dtype_cast:
             raise ValueError("kv_dtype 'int8' cannot be cast: set handoff_dtype_cast to false, or kv_dtype to auto")
 
-    def __getstate__(self) -> dict[Any, Any]:
+    @property
+    def chosen(self) -> list[str]:
+        """Options that have another value than this build's default."""
         fields = type(self).model_fields.items()
-        chosen = [name for name, field in fields if getattr(self, name) != _default_of(field)]
-        return super().__getstate__() | {"chosen": chosen}
+        return [name for name, field in fields if getattr(self, name) != _default_of(field)]
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return super().__getstate__() | {"chosen": self.chosen}
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         fields, sent = type(self).model_fields, state["__dict__"]

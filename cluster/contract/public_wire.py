@@ -28,6 +28,7 @@ from paceline.request import (
     MAX_STOP_STRINGS,
     SpeculationParams,
 )
+from paceline.rpc.unknown import read_known
 from paceline.v1 import inference_pb2
 from paceline.wire import (
     sampling_from_proto,
@@ -141,8 +142,8 @@ def journal_entry(admitted: GenerationRequest) -> bytes:
 
 
 def from_journal_entry(entry: bytes) -> GenerationRequest:
-    """The request of ``journal_entry``."""
-    return generation_request(inference_pb2.GenerateRequest.FromString(entry))
+    """The request of ``journal_entry``. Raises InvalidRequest for a field of a newer build."""
+    return generation_request(read_known(inference_pb2.GenerateRequest, entry))
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:

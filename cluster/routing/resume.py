@@ -103,7 +103,10 @@ async def _read(request: GenerationRequest, journal: Journal | None) -> Generati
     if journal is None or not request.generation_id:
         return None
     entry = await journal.read(journal_key(request.tenant, request.generation_id))
-    return None if entry is None else public_wire.from_journal_entry(entry)
+    try:
+        return None if entry is None else public_wire.from_journal_entry(entry)
+    except InvalidRequest as error:  # a router of a newer build goes on with it
+        raise NodeUnavailable(f"the journal's copy of the request: {error}") from None
 
 
 def received_of(

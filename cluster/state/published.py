@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -18,6 +18,9 @@ from paceline.errors import ConfigError
 WAIT_S = 10.0  # for a deployment that starts, or a Redis that is away for a moment
 POLL_S = 0.25
 ROUTED_MS = 10_000
+# Version of what the routers of a deployment keep together in Redis, and of what they ask of nodes. Builds serve together
+# that have the same one.
+SHARED_STATE = 1
 
 # KEYS: holder. Returns what is served, empty where no lease runs.
 _READ = f"""
@@ -48,6 +51,9 @@ class Published:
     served: Served
     kinds: list[tuple[str, str]]  # model and fingerprint digest of the deployment's nodes
     text_digest: str  # of tokenizer and chat template
+    state: int = 0  # SHARED_STATE of that build; 0: it does not say
+    chosen: list[str] = field(default_factory=list)  # options that are not at that build's defaults; roles' are not
+    keyed: bool = False  # whether its front door asks for API keys
 
     def to_json(self) -> bytes:
         """As it lies in Redis."""

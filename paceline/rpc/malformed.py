@@ -1,5 +1,6 @@
-"""Refuses what cannot be parsed as its RPC's message with INVALID_ARGUMENT, since it is the caller's fault. gRPC itself
-would answer UNKNOWN, as for a bug of the server."""
+"""Refuses what cannot be parsed as its RPC's message, or has a field that this build does not know, with
+INVALID_ARGUMENT, since it is the caller's fault. gRPC itself would answer UNKNOWN, as for a bug of the server, and
+leave the field out."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.errors import InvalidRequest
 from paceline.rpc.parts import too_many_fields
+from paceline.rpc.unknown import read_known
 from paceline.rpc.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
@@ -27,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Answers a request that cannot be parsed with INVALID_ARGUMENT, on every RPC of the server."""
+    """Answers a request that cannot be read with INVALID_ARGUMENT, on every RPC of the server."""
 
     def __init__(self, max_fields: int | None = None, on_refused: Callable[[], None] = lambda: None) -> None:
         """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted.
@@ -97,18 +99,20 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _refusing(handler: Any, max_fields: int | None, on_refused: Callable[[], None]) -> Any:
-    """A handler that refuses what ``handler`` cannot deserialize, and otherwise does the same."""
-    deserialize = handler.request_deserializer
-    descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
+    """A handler that refuses what ``handler`` cannot read, and otherwise does the same."""
+    message_type = handler.request_deserializer.__self__  # generated code passes the message class's FromString
+    descriptor = message_type.DESCRIPTOR
 
     def read(data: bytes) -> Any:
         counted = max_fields is not None and len(data) > MAX_SEARCHED_BYTES
         if counted and too_many_fields(descriptor, data, max_fields or 0):
             return _Malformed(InvalidRequest("request", f"has more than {max_fields} fields and messages"))
         try:
-            return deserialize(data)
+            return read_known(message_type, data)
         except DecodeError as error:
             return _Malformed(malformed(descriptor, data, error))
+        except InvalidRequest as error:
+            return _Malformed(error)
 
     kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
     make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")

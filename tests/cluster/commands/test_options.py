@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -13,13 +13,16 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app, with_serve_options
 from cluster.commands.options import load_config, serve_options
-from cluster.joined import _joined_config
+from cluster.deployment import published_of
+from cluster.joined import _joined_config, _whole_config
 from cluster.option_sets import NODE_OPTIONS, SHARED_OPTIONS
-from cluster.state.published import Published, Served
+from cluster.state.published import Served
 from paceline.config import NodeConfig, ServeConfig
 from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.role_options import ROLES, RoleOptions
+
+SERVED = Served(1, 1, True)
 
 
 @pytest.fixture
@@ -54,9 +57,37 @@ def test_a_router_joins_decode_nodes_of_a_kind_of_their_own() -> None:
     """Without prefill nodes their device may be any. Mutant: it is compared with that of prefill nodes, of which there
     is one by default."""
     own = ServeConfig(prefill_nodes=0, decode=RoleOptions(device="cuda"))
-    told = Published(version("paceline"), own.model_dump(mode="json"), Served(1, 1, True), [], "")
-    joined = _joined_config(ServeConfig(), "redis://127.0.0.1:1/0", told)
+    joined = _joined_config(ServeConfig(), "redis://127.0.0.1:1/0", published_of(own, SERVED, [], ""))
     assert joined.of_role("decode").device == "cuda"
+
+
+def test_a_router_of_another_build_joins_where_it_knows_what_is_chosen() -> None:
+    """Mutants: a router of another version never joins; an option that it lacks is left out although it was chosen;
+    what routers keep together is not looked at."""
+    url, own = "redis://127.0.0.1:1/0", ServeConfig(max_queued=7, decode=RoleOptions(page_size=8))
+    told = replace(published_of(own, SERVED, [], ""), build="0.2.0")
+    later = replace(told, options=told.options | {"later": 1})
+    for one in (told, later):
+        joined = _joined_config(ServeConfig(), url, one)
+        assert (joined.max_queued, joined.of_role("decode").node(1).page_size) == (7, 8)
+        assert _whole_config(ServeConfig(), url, one).max_queued == 7
+    roles = told.options | {"decode": {"page_size": 8, "later": 1}}
+    for wrong, why in (
+        (replace(later, chosen=[*later.chosen, "later"]), r"no option 'later'.*runs Paceline 0\.2\.0, this is"),
+        (replace(told, options=roles), "no option 'decode_later'"),
+        (replace(told, state=told.state + 1), r"runs Paceline 0\.2\.0, this is .* different things in Redis"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            _joined_config(ServeConfig(), url, wrong)
+
+
+def test_a_router_without_keys_does_not_join_a_deployment_that_has_them() -> None:
+    """Its callers would be whoever they say. Mutant: it joins, since keys are an option of each router."""
+    told = published_of(ServeConfig(api_keys="keys.yaml"), SERVED, [], "")
+    with pytest.raises(ConfigError, match="are asked for by the deployment") as wrong:
+        _joined_config(ServeConfig(), "redis://127.0.0.1:1/0", told)
+    assert wrong.value.key == "api_keys"
+    assert _joined_config(ServeConfig(api_keys="mine.yaml"), "redis://127.0.0.1:1/0", told).api_keys == "mine.yaml"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,27 @@ async def test_bytes_that_are_no_message(path: str, data: bytes, field: str, say
         assert len(inference_pb2.GenerateResponse.FromString(good).choices[0].token_ids) == 3
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "field"),
+    [
+        (GENERATE, b"\x98\x06\x07", "field 99"),
+        (STREAM, b"\x98\x06\x07", "field 99"),
+        (GENERATE, b"\x2a\x03\x98\x06\x07", "sampling.field 99"),
+        (GENERATE, b"\x1a\x05\x0a\x03\x98\x06\x07", "chat.messages.field 99"),
+        (TRACE, b"\x98\x06\x07", "field 99"),
+    ],
+)
+async def test_fields_of_a_newer_build_are_refused(path: str, more: bytes, field: str) -> None:
+    """Mutant: they are left out in silence, and the answer is of another request."""
+    async with channel() as opened:
+        code, named, details = await refused(opened, path, GOOD.SerializeToString() * (path != TRACE) + more)
+        assert (code, named) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert "is not known to this build" in details
+        for harmless in (b"\xf8\x3f\x07", b"\x72\x00"):  # field 1023, and a default that need not be written
+            good = await opened.unary_unary(GENERATE)(GOOD.SerializeToString() + harmless)
+            assert len(inference_pb2.GenerateResponse.FromString(good).choices[0].token_ids) == 3
+
+
 async def test_bytes_that_are_no_message_within_a_stream() -> None:
     async with channel() as opened:
         good = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import grpc.aio
@@ -255,6 +256,24 @@ async def test_another_tenant_or_id_finds_nothing(redis_server: Embedded) -> Non
             assert error.code() is grpc.StatusCode.NOT_FOUND
             assert "not in the journal" in str(error.details())
         assert (await stream(two.b, resume(before, tenant="mine"))).text[0] == TEXT[3:12]
+
+
+async def test_an_entry_of_a_newer_build_is_left_to_its_routers(
+    redis_server: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UNAVAILABLE, so that clients ask another router. Mutant: what this build does not know of the request is left
+    out, and another text goes on."""
+    async with routers(redis_server.url) as (_, two):
+        before = await part(two, ask(), 3)
+        assert two.b.journal is not None
+        known = await two.b.journal.read(journal_key("", ID))
+        assert known is not None
+        monkeypatch.setattr(two.b.journal, "read", AsyncMock(return_value=known + b"\x98\x06\x07"))
+        error = await refused(two.b, resume(before))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "field 99: is not known to this build" in str(error.details())
+        monkeypatch.undo()
+        assert (await stream(two.b, resume(before))).text[0] == TEXT[3:12]
 
 
 async def test_an_entry_expires(redis_server: Embedded) -> None:
