@@ -12,6 +12,7 @@ import grpc.aio
 import redis
 
 from cluster.nodes.addresses import own_address
+from cluster.nodes.listening import warn_of_clear_nodes
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
 from cluster.option_sets import ROUTER_OPTIONS
@@ -80,6 +81,8 @@ class Deployment:
         kinds = await self._show_own_nodes()
         front.directory.on_change(node_logs.follow)
         node_logs.follow(front.directory.nodes())
+        addresses = [slot.address for slot in nodes.supervisor.slots if slot.address]
+        warn_of_clear_nodes(addresses, parts_tls=front.identity.tls is not None)
         with self._parts.waiting_for("nodes to pair"):
             served = await self._introduce(nodes.supervisor.slots)
         await front.open(served)

@@ -155,6 +155,7 @@ class ServingRouter:
 
     async def _serve(self, metrics: Metrics, access: Access | None) -> None:
         from cluster.access.access import handshakes_refused
+        from cluster.frontdoor.held_bodies import HeldBodies
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
         from cluster.frontdoor.service import serve_grpc
 
@@ -165,6 +166,7 @@ class ServingRouter:
         warn_of_clear_keys(config, clients_tls=tls is not None, parts_tls=self.identity.tls is not None)
         if tls is None and self.identity.tls is not None:
             log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
+        bodies = HeldBodies()
         options = HttpOptions(
             config.cors_origins,
             self._source().fingerprint,
@@ -172,13 +174,15 @@ class ServingRouter:
             access,
             config.open_metrics,
             lambda: self.trouble,
+            bodies,
         )
         self.handshakes: Callable[[str], Callable[[str], None]] = partial(  # see handshakes_refused
             handshakes_refused, metrics, Audit() if access is None else access.audit
         )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls, self.handshakes("HTTPS"))
         parts.at_end("http", http.stop)
-        server = await serve_grpc(self.router, config.grpc, access, tls=tls, on_failed=self.handshakes("gRPC"))
+        failed = self.handshakes("gRPC")
+        server = await serve_grpc(self.router, config.grpc, access, tls=tls, on_failed=failed, bodies=bodies)
         parts.at_end("the front door", lambda: self._drain(http, server))
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"

@@ -1,11 +1,10 @@
-"""What every RPC of the public server needs, asked before its message is read: a key, then a place, then the message.
+"""What every RPC of the public server needs, in this order: a key, a place, and a message that there is room for.
 
 Places are counted by kind, so that watchers of health and readers of the schema take none of those for work.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -17,12 +16,13 @@ import grpc
 import grpc.aio
 
 from cluster.access.access import Access, Need, bearer
-from cluster.access.caller import Caller, set_current
-from paceline.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from cluster.access.caller import Caller, owner, set_current
+from cluster.frontdoor.arriving import Arriving, sized
+from cluster.frontdoor.held_bodies import HeldBodies, HeldBody
+from paceline.errors import Overloaded
 from paceline.rpc.audit import peer_of
 from paceline.rpc.calls import answering_errors
 
-MESSAGE_TIMEOUT_S = 30.0  # for the message of a call, from its headers
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -47,10 +47,10 @@ class Rules:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Lets calls in by ``rules``; ``access`` None asks for no keys."""
+    """Lets calls in by ``rules``; ``access`` None asks for no keys. bodies: has room for their messages."""
 
-    def __init__(self, rules: Rules, access: Access | None) -> None:
-        self._rules, self._access = rules, access
+    def __init__(self, rules: Rules, access: Access | None, bodies: HeldBodies) -> None:
+        self._rules, self._access, self._arriving = rules, access, Arriving(bodies)
         self._open: Counter[Kind] = Counter()
         self._of_peer: Counter[tuple[Kind, str]] = Counter()
         self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
@@ -80,7 +80,7 @@ class Gate(grpc.aio.ServerInterceptor):
         behave = getattr(handler, f"{takes}_{gives}")
 
         @asynccontextmanager
-        async def opened(context: Context) -> AsyncIterator[None]:
+        async def opened(context: Context) -> AsyncIterator[HeldBody]:
             async with answering_errors(context):
                 caller = await self._known(context, name, kind)  # before it takes a place: strangers have none
                 with self._place(peer_of(context), kind):
@@ -88,24 +88,28 @@ class Gate(grpc.aio.ServerInterceptor):
                         await self._access.count(caller, name, kind.need)
                     if caller is not None:
                         set_current(caller)
-                    yield
+                    with self._arriving.body(owner(peer_of(context))) as body:
+                        yield body
 
-        async def asked(requests: AsyncIterator[Any]) -> Any:
-            return requests if handler.request_streaming else await _message(requests)
+        async def asked(requests: AsyncIterator[Any], body: HeldBody) -> Any:
+            if handler.request_streaming:
+                return requests
+            return await self._arriving.read(requests, body, is_open=kind.need is Need.OPEN)
 
         async def call(requests: AsyncIterator[Any], context: Context) -> Any:
-            async with opened(context):
-                return await behave(await asked(requests), context)
+            async with opened(context) as body:
+                return await behave(await asked(requests, body), context)
             raise AssertionError("unreachable: the context was aborted")
 
         async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with opened(context):
-                async for answer in behave(await asked(requests), context):
+            async with opened(context) as body:
+                async for answer in behave(await asked(requests, body), context):
                     yield answer
 
         make: Any = getattr(grpc, f"stream_{gives}_rpc_method_handler")
         run = stream if inspect.isasyncgenfunction(behave) else call
-        return make(run, handler.request_deserializer, handler.response_serializer)
+        read = handler.request_deserializer
+        return make(run, read if handler.request_streaming else sized(read), handler.response_serializer)
 
     async def _known(self, context: Context, name: str, kind: Kind) -> Caller | None:
         if self._access is None:
@@ -128,14 +132,3 @@ class Gate(grpc.aio.ServerInterceptor):
             self._of_peer[own] -= 1
             if not self._of_peer[own]:
                 del self._of_peer[own]
-
-
-async def _message(requests: AsyncIterator[Any]) -> Any:
-    """The one message of a call. Raises DeadlineExceeded, and NodeUnavailable when the client leaves without one."""
-    try:
-        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
-            return await anext(requests)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s") from None
-    except StopAsyncIteration:
-        raise NodeUnavailable("the call ended without a message") from None

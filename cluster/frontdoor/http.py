@@ -63,6 +63,7 @@ class HttpOptions:
     access: Access | None = None  # who may ask; None: everybody
     open_metrics: bool = False  # /metrics needs no key
     trouble: Callable[[], str] = lambda: ""  # what is wrong though requests are served
+    bodies: HeldBodies | None = None  # has room for bodies; None: the application's own
 
 
 def create_app(
@@ -81,7 +82,7 @@ def create_app(
     )
     if not described:
         app.router.route_class = _Undescribed
-    app.state.bodies = HeldBodies()
+    app.state.bodies = options.bodies or HeldBodies()
     _add_generation(app, router, metrics, options)
     add_responses(app, router, metrics, options.resumable)
     add_messages(app, router, metrics, options.resumable)

@@ -14,11 +14,11 @@ from fastapi import Request
 from starlette.types import Message, Receive, Send
 
 from cluster.access.caller import owner
-from cluster.frontdoor.held_bodies import PAUSE_S, HeldBodies, HeldBody, overloaded
-from cluster.frontdoor.http_errors import HttpProblem, dumps
+from cluster.frontdoor.held_bodies import PAUSE_S, HeldBodies, HeldBody
+from cluster.frontdoor.http_errors import HttpProblem, dumps, problem_for
 from cluster.frontdoor.http_surface import hold_body
 from cluster.frontdoor.json_body import parse_object
-from paceline.errors import quoted
+from paceline.errors import Overloaded, quoted
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
@@ -93,12 +93,12 @@ async def read_body(request: Request) -> bytes:
 
 def _no_room(held: HeldBody, size: int, pause_s: float) -> HttpProblem | None:
     """Why ``size`` bytes of the body cannot be held, or read after so long a pause."""
-    if pause_s >= PAUSE_S:
-        return overloaded("request bodies come faster than they are read here")
     try:
+        if pause_s >= PAUSE_S:
+            raise Overloaded("request bodies come faster than they are read here")
         held.grow(min(size, MAX_BODY_BYTES))
-    except HttpProblem as problem:
-        return problem
+    except Overloaded as error:
+        return problem_for(error)
     return None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -24,15 +23,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cluster.frontdoor.http_errors import HttpProblem
 from cluster.nodes.listening import listen
 from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.rpc.connections import PUBLIC_SERVERS, most_connections
 from paceline.rpc.tls import TlsFolder
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 2.0  # on top of the grace, for what was cancelled to end
-MAX_CONNECTIONS = 4096
 MIN_OF_ADDRESS = 64  # connections that one address may always have; of more, half of all
-RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, models
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
 READ_BYTES = 32 * 1024
@@ -148,9 +146,7 @@ def _send_at_once(transport: asyncio.Transport) -> None:
 
 def _full(connections: Collection[_Connection], client: tuple[str, int] | None) -> str:
     """Why there is no room for one more of ``connections``; empty when there is."""
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = open_files - min(RESERVED_FILES, open_files // 2) if open_files >= 0 else MAX_CONNECTIONS
-    most = min(MAX_CONNECTIONS, room)
+    most = most_connections(PUBLIC_SERVERS)
     if len(connections) > most:
         return f"{most} connections are open"
     of_address = max(most // 2, MIN_OF_ADDRESS)

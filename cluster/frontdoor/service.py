@@ -18,11 +18,13 @@ from cluster.access.access import Access, Need
 from cluster.contract import public_wire
 from cluster.contract.plan import Plan
 from cluster.frontdoor.gate import Gate, Kind, Rules
+from cluster.frontdoor.held_bodies import HeldBodies
 from cluster.routing.resume import UnknownGeneration
 from cluster.routing.router import Router
 from paceline import answer_wire
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
+from paceline.rpc.connections import PUBLIC_SERVERS, most_connections
 from paceline.rpc.handshakes import Handshakes
 from paceline.rpc.tls import TlsFolder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
@@ -150,7 +152,7 @@ def rules(max_work: int) -> Rules:
 def operators_gate(methods: Sequence[str], access: Access | None) -> Gate:
     """Lets operators' keys in alone, or everybody where there are no keys."""
     kind = Kind(Need.OPERATOR, EXTRA_RPCS, EXTRA_RPCS)
-    return Gate(Rules(dict.fromkeys(methods, kind)), access)
+    return Gate(Rules(dict.fromkeys(methods, kind)), access, HeldBodies())
 
 
 async def serve_grpc(
@@ -160,10 +162,11 @@ async def serve_grpc(
     *,
     tls: TlsFolder | None = None,
     on_failed: Callable[[str], None] = lambda _: None,
+    bodies: HeldBodies | None = None,
 ) -> GrpcServer:
     """Serve at ``host:port``; port 0 takes a free one. access: who may call; None: everybody. tls: has the public
-    certificate; None: in the clear. on_failed: see `Handshakes`. Raises ConfigError when the address cannot be
-    had."""
+    certificate; None: in the clear. on_failed: see `Handshakes`. bodies: has room for messages; None: its own. Raises
+    ConfigError when the address cannot be had."""
     options = [
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -171,9 +174,11 @@ async def serve_grpc(
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.so_reuseport", 0),
     ]
-    gate = Gate(rules(router.config.max_inflight + router.config.max_queued + EXTRA_RPCS), access)
+    max_work = router.config.max_inflight + router.config.max_queued + EXTRA_RPCS
+    gate = Gate(rules(max_work), access, bodies or HeldBodies())
     handshakes = Handshakes(on_failed)
-    server = make_server(options, None, [gate], MAX_FIELDS, handshakes=handshakes)
+    most = most_connections(PUBLIC_SERVERS)
+    server = make_server(options, None, [gate], MAX_FIELDS, handshakes=handshakes, connections=most)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -23,6 +23,7 @@ from paceline.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_RPCS = 8
+MAX_CONNECTIONS = 64
 FOLLOW_POLL_S = 0.25
 FOLLOW_S = 1800.0  # longest that a change is followed; it goes on
 MAX_GRACE_S = 86_400.0
@@ -164,7 +165,9 @@ async def serve_admin(
     roles: dict[str, Role] = {method.name: "admin" for method in _SERVICE.methods}
     guard = Guard(roles, "", by_role=identity.tls is not None, on_refused=on_refused)  # operators have no token
     handshakes = Handshakes(on_failed)
-    server = make_server(options, MAX_RPCS, [guard, *interceptors], handshakes=handshakes)
+    server = make_server(
+        options, MAX_RPCS, [guard, *interceptors], handshakes=handshakes, connections=MAX_CONNECTIONS
+    )
     admin_pb2_grpc.add_AdminServicer_to_server(service, server)
     try:
         port = identity.bind(server, address, handshakes.began)

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import resource
 import socket
+from collections.abc import Iterable
 
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError
@@ -53,6 +54,14 @@ def warn_of_clear_keys(config: ServeConfig, *, clients_tls: bool, parts_tls: boo
     if config.api_keys and reached:
         told = ", ".join(reached)
         log.warning("API keys and prompts cross the network in the clear: %s have no TLS (--tls-dir)", told)
+
+
+def warn_of_clear_nodes(addresses: Iterable[str], *, parts_tls: bool) -> None:
+    """Say which nodes other hosts reach without TLS. Only who has the deployment's secret is let in there."""
+    reached = sorted(address for address in addresses if _is_reached(address))
+    if reached and not parts_tls:
+        told = ", ".join(reached)
+        log.warning("prompts, answers and KV cross the network in the clear: nodes at %s have no TLS (--tls-dir)", told)
 
 
 def _is_reached(address: str) -> bool:

@@ -157,7 +157,7 @@ class Router:
             plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
             hold = await self._quotas.hold(caller, len(plan.sequences), plan.num_tokens)
             self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
-            trace = self._recorder.open(plan.request_id, "request")
+            trace = self._recorder.open(plan.request_id, "request", plan.sequences[0].cache_salt)
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             received = received_of(plan, request, self.served.vocab_size, self.config.acceptance == "sample")
             if request.keeps_told:
@@ -333,7 +333,7 @@ class Router:
             detokenizer = self._detokenizer(source, sequence.prompt_token_ids, plan.stop)
             parser = None if form is None else make_parser(form, sequence.prompt_token_ids, sequence.params.seed or 0)
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)
-            run.trace = self._recorder.open(sequence.request_id, "choice")
+            run.trace = self._recorder.open(sequence.request_id, "choice", sequence.cache_salt)
             if had is not None:
                 run.resume(had, retell)
             runs.append(run)

@@ -28,8 +28,8 @@ async def collect(
     timeout_s: float = NODE_TIMEOUT_S,
     salt: str | None = None,
 ) -> RequestTrace:
-    """All events, by start. salt: of the request, where nodes are to tell of this one alone: another router may serve
-    somebody else's of the same id. A node that does not answer within ``timeout_s`` is named as silent. Raises NotFound
+    """All events, by start. salt: of the request, where router and nodes are to tell of this one alone: somebody else's
+    may have the same id. A node that does not answer within ``timeout_s`` is named as silent. Raises NotFound
     when nobody who answered knows the request."""
     if not request_id:
         raise InvalidRequest("request_id", "must not be empty")
@@ -44,7 +44,7 @@ async def collect(
             except NodeFailure:
                 return None
 
-    own = recorder.read(request_id, ROUTER)
+    own = recorder.read(request_id, ROUTER, salt)
     answers = await asyncio.gather(*(ask(node) for node in nodes))
     silent = tuple(node.id for node, answer in zip(nodes, answers, strict=True) if answer is None)
     parts = [own, *(trace_from_proto(request_id, answer) for answer in answers if answer is not None)]
@@ -64,23 +64,25 @@ def not_kept(request_id: str, kept: int, silent: tuple[str, ...] = ()) -> NotFou
 
 
 class Owners:
-    """Whose the latest requests are. An id that two tenants took is nobody's: its trace is of both. So are ids that
-    begin alike up to a '#', which numbers the choices of a request."""
+    """Which of the latest requests are whose. Several tenants may take the same id: each finds its own."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # By id without choice: the tenant, and the salt of the request. None: several's.
-        self._tenants: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
+        self._salts: OrderedDict[tuple[str, str], str] = OrderedDict()  # by tenant and id without choice
 
     def note(self, request_id: str, tenant: str, salt: str) -> None:
         """A request of ``tenant`` runs. salt: of its cache."""
-        name = request_id.partition("#")[0]
-        before = self._tenants.pop(name, (tenant, salt))
-        self._tenants[name] = (tenant, salt) if before is not None and before[0] == tenant else None
-        while len(self._tenants) > self._most:
-            self._tenants.popitem(last=False)
+        of = (tenant, _without_choice(request_id))
+        self._salts[of] = salt
+        self._salts.move_to_end(of)
+        while len(self._salts) > self._most:
+            self._salts.popitem(last=False)
 
     def salt(self, tenant: str, request_id: str) -> str | None:
-        """The salt of the latest request of this id, where all of them are this tenant's; else None."""
-        found = self._tenants.get(request_id.partition("#")[0])
-        return found[1] if found is not None and found[0] == tenant else None
+        """The salt of the tenant's latest request of this id; None where it has none."""
+        return self._salts.get((tenant, _without_choice(request_id)))
+
+
+def _without_choice(request_id: str) -> str:
+    """A '#' numbers the choices of a request."""
+    return request_id.partition("#")[0]

@@ -18,8 +18,8 @@ from paceline.errors import ConfigError
 WAIT_S = 10.0  # for a deployment that starts, or a Redis that is away for a moment
 POLL_S = 0.25
 ROUTED_MS = 10_000
-# Version of what the routers of a deployment keep together in Redis, and of what they ask of nodes. Builds serve together
-# that have the same one.
+# Version of what the routers of a deployment keep together in Redis, and of what they ask of nodes. Builds serve
+# together where it is the same.
 SHARED_STATE = 1
 
 # KEYS: holder. Returns what is served, empty where no lease runs.

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.commands import cli
 from cluster.commands.reach import next_step
-from cluster.nodes.listening import check_addresses, check_free, warn_of_clear_keys
+from cluster.nodes.listening import check_addresses, check_free, warn_of_clear_keys, warn_of_clear_nodes
 from cluster.serving_router import check_front
 from paceline.client import Client
 from paceline.config import ServeConfig
@@ -95,6 +95,14 @@ def test_keys_that_cross_the_network_in_the_clear_are_told(caplog: pytest.LogCap
     warn_of_clear_keys(config, clients_tls=True, parts_tls=True)
     told = [record.getMessage().partition("clear: ")[2].partition(" have")[0] for record in caplog.records]
     assert told == ["grpc 0.0.0.0:1, admin 10.0.0.1:3", "admin 10.0.0.1:3"]
+
+
+def test_nodes_that_other_hosts_reach_in_the_clear_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_clear_nodes(["127.0.0.1:1", "[::1]:2"], parts_tls=False)
+    warn_of_clear_nodes(["10.0.0.1:3"], parts_tls=True)
+    assert caplog.text == ""
+    warn_of_clear_nodes(["10.0.0.2:3", "127.0.0.1:1", "10.0.0.1:3"], parts_tls=False)
+    assert "nodes at 10.0.0.1:3, 10.0.0.2:3 have no TLS" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["rediz://:p4ss@host/0", "redis://:p4/ss@host/0", "redis://:p4ss@host:99999/0"])
