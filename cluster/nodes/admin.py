@@ -165,9 +165,7 @@ async def serve_admin(
     roles: dict[str, Role] = {method.name: "admin" for method in _SERVICE.methods}
     guard = Guard(roles, "", by_role=identity.tls is not None, on_refused=on_refused)  # operators have no token
     handshakes = Handshakes(on_failed)
-    server = make_server(
-        options, MAX_RPCS, [guard, *interceptors], handshakes=handshakes, connections=MAX_CONNECTIONS
-    )
+    server = make_server(options, MAX_RPCS, [guard, *interceptors], handshakes=handshakes, connections=MAX_CONNECTIONS)
     admin_pb2_grpc.add_AdminServicer_to_server(service, server)
     try:
         port = identity.bind(server, address, handshakes.began)

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import ray._private.node
 import ray._private.services as services
+import ray._private.utils as utils
 
 _raylet: Any = import_module("ray._raylet")  # compiled, without types
 _console_popen: Any = services.ConsolePopen
@@ -54,19 +55,20 @@ class SmallNode(ray._private.node.Node):  # type: ignore[misc]  # Ray has no typ
         """No dashboard."""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """Start the raylet with stand-ins for its agents, whose ports the raylet would otherwise wait for."""
+        """Start the raylet with stand-ins for its agents, whose ports the raylet would otherwise wait for. Ray would try
+        here what the agents import."""
         for name in AGENT_PORTS:
             _raylet.persist_port(self._session_dir, self._node_id, name, NO_PORT)
-        theirs = services.start_ray_process
+        theirs, look = services.start_ray_process, utils.get_dashboard_dependency_error
 
         def start(command: list[str], *more: Any, **further: Any) -> Any:
             return theirs([_without_agent(word) for word in command], *more, **further)
 
-        services.start_ray_process = start
+        services.start_ray_process, utils.get_dashboard_dependency_error = start, lambda: None
         try:
             super().start_raylet(*args, **options)
         finally:
-            services.start_ray_process = theirs
+            services.start_ray_process, utils.get_dashboard_dependency_error = theirs, look
 
 
 def _without_agent(word: str) -> str:
