@@ -55,8 +55,8 @@ class SmallNode(ray._private.node.Node):  # type: ignore[misc]  # Ray has no typ
         """No dashboard."""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """Start the raylet with stand-ins for its agents, whose ports the raylet would otherwise wait for. Ray would try
-        here what the agents import."""
+        """Start the raylet with stand-ins for its agents, whose ports the raylet would otherwise wait for. Ray does
+        not try here what the agents would import."""
         for name in AGENT_PORTS:
             _raylet.persist_port(self._session_dir, self._node_id, name, NO_PORT)
         theirs, look = services.start_ray_process, utils.get_dashboard_dependency_error
