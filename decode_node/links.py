@@ -108,9 +108,9 @@ class LinkHost:
         return answer
 
     async def handoff(
-        self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
+        self, messages: AsyncIterable[handoff_pb2.HandoffMessage], address: str
     ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
-        """Serve the control stream of one link until either side ends it."""
+        """Serve the control stream of one link until either side ends it. address: of the other side, for the audit."""
         incoming = aiter(messages)
         try:
             async with asyncio.timeout(self._context.config.transfer_timeout_s):
@@ -122,7 +122,7 @@ class LinkHost:
             raise NodeUnavailable(f"no link {quoted(hello.hello.link_id)} waits for a control stream")
         link.opening = link.loop.run_in_executor(self._threads, self._open, link, hello)
         link.opening.add_done_callback(lambda done: self._opened(link, done))
-        reader = asyncio.create_task(self._feed(incoming, link))
+        reader = asyncio.create_task(self._feed(incoming, link, address))
         try:
             while (ack := await link.acks.get()) is not None:
                 yield ack
@@ -215,7 +215,7 @@ class LinkHost:
         link.receiver = receiver
         receiver.feed(hello)
 
-    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: Link) -> None:
+    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: Link, address: str) -> None:
         """Take what comes on the control stream; when it cannot go on, neither does the link."""
         try:
             async for message in messages:
@@ -223,7 +223,7 @@ class LinkHost:
                 _take(message, link)
         except PermissionDenied as error:
             self.refused += 1
-            self._audit.refused(link.peer, "", f"hand-off on link {link.link_id}", str(error))
+            self._audit.refused(address, "", f"hand-off on link {link.link_id}", str(error))
             link.refuse(error)
             link.loop.call_later(REFUSAL_S, self._drop, link, str(error))
         except PacelineError as error:

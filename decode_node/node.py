@@ -99,10 +99,10 @@ class DecodeNode:
         return await self._links.pair(request)
 
     async def handoff(
-        self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
+        self, messages: AsyncIterable[handoff_pb2.HandoffMessage], address: str
     ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
-        """The control stream of one link."""
-        async with aclosing(self._links.handoff(messages)) as acks:
+        """The control stream of one link. address: of the other side, without its port."""
+        async with aclosing(self._links.handoff(messages, address)) as acks:
             async for ack in acks:
                 yield ack
 

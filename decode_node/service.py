@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from paceline.node.shell import NodeShell
+from paceline.rpc.audit import peer_of
 from paceline.rpc.calls import answer_stream, answering_errors
 from paceline.rpc.tls import Role
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
@@ -37,9 +38,10 @@ class DecodeCalls(Protocol):
         """Open a link for a prefill node. PairingRefused when the two do not fit."""
 
     def handoff(
-        self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
+        self, messages: AsyncIterable[handoff_pb2.HandoffMessage], address: str
     ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
-        """Serve the control stream of one link until either side ends it."""
+        """Serve the control stream of one link until either side ends it. address: of the other side, without its
+        port."""
 
 
 class DecodeService(node_pb2_grpc.DecodeNodeServicer):
@@ -60,7 +62,7 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
     async def Handoff(  # type: ignore[override]
         self, request_iterator: AsyncIterator[handoff_pb2.HandoffMessage], context: Context
     ) -> None:
-        await answer_stream(self._node.handoff(request_iterator), context)
+        await answer_stream(self._node.handoff(request_iterator, peer_of(context)), context)
 
     async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
         return self._shell.status()

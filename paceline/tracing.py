@@ -28,7 +28,6 @@ class _Kept:
 
     events: list[_Raw] = field(default_factory=list)
     dropped: int = 0
-    owner: str = ""  # whose sequence it is
     attempts: dict[str, int] = field(default_factory=dict)  # by track
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -85,29 +84,29 @@ class Recorder:
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # oldest first
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # by sequence and owner, oldest first
         self._lock = threading.Lock()
 
     def open(self, request_id: str, track: str, owner: str = "") -> Trace:
         """A trace of the sequence ``request_id``; opened again on the same track it is its next attempt. owner: whose
-        it is; what another one's sequence of that id left is forgotten."""
+        it is; another one's sequence of that id is another sequence."""
         if self.num_requests == 0:
             return NO_TRACE
         with self._lock:
-            kept = self._kept.get(request_id)
-            if kept is None or kept.owner != owner:
-                self._kept.pop(request_id, None)
-                kept = self._kept[request_id] = _Kept(owner=owner)
-                self._evict()
+            kept = self._kept.setdefault((request_id, owner), _Kept())
+            self._kept.move_to_end((request_id, owner))
+            self._evict()
             attempt = kept.attempts[track] = kept.attempts.get(track, 0) + 1
         return Trace(kept, track, attempt)
 
     def read(self, request_id: str, node: str, owner: str | None = None) -> RequestTrace:
         """All choices of a request, in order of start, as events of ``node``; without events when nothing is kept.
-        owner: only what is theirs; None: whoever's it is."""
+        owner: only what is theirs; None: of each sequence what was opened last, whoever's it is."""
         with self._lock:
             found = {
-                key: kept for key, kept in self._kept.items() if _is_of(key, request_id) and owner in (None, kept.owner)
+                key: kept
+                for (key, whose), kept in self._kept.items()
+                if _is_of(key, request_id) and owner in (None, whose)
             }
         unix = time.time() - time.monotonic()
         events = [_event(node, key, raw, unix) for key, kept in found.items() for raw in list(kept.events)]

@@ -15,7 +15,7 @@ from cluster.access.redis_counters import RedisCounters
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
 from paceline.errors import PermissionDenied, Unauthenticated
-from paceline.rpc.audit import Audit
+from paceline.rpc.audit import Audit, network_of
 
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 50.0, 200.0  # of one address; further ones are answered late
 REFUSAL_LATE_S = 5.0  # at most
@@ -87,7 +87,7 @@ class Access:
             return
         self._late += 1
         try:
-            await self._refusals.take(peer)
+            await self._refusals.take(network_of(peer))
         finally:
             self._late -= 1
 

@@ -15,7 +15,7 @@ from cluster.frontdoor.held_bodies import SMALL_BYTES, Budget, HeldBodies, HeldB
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 MESSAGE_TIMEOUT_S = 30.0  # for the message of a call, from its headers
-LOOK_S, LOOKS = 0.05, 5  # a message is slow that so many looks do not find: those of a busy event loop come late
+QUICK_S = 0.25  # a message that takes longer is slow
 MOST_SLOW = 64  # of callers with a key, or where there are none: as many of 4 MiB as MAX_HELD_BYTES has room for
 MOST_SLOW_OPEN = 8  # of what needs no key
 
@@ -49,12 +49,10 @@ class Arriving:
         when the client leaves without one."""
         reading = asyncio.ensure_future(_first(requests))
         try:
-            for _ in range(LOOKS):
-                if (await asyncio.wait({reading}, timeout=LOOK_S))[0]:
-                    break
-            else:
+            await asyncio.wait({reading}, timeout=QUICK_S)
+            if not reading.done():
                 with self._slow[is_open].taken(body.owner, 1):
-                    await asyncio.wait({reading}, timeout=MESSAGE_TIMEOUT_S)
+                    await asyncio.wait({reading}, timeout=MESSAGE_TIMEOUT_S - QUICK_S)
             if not reading.done():
                 raise DeadlineExceeded(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s")
             size, message = reading.result()

@@ -20,7 +20,7 @@ from cluster.access.caller import Caller, owner, set_current
 from cluster.frontdoor.arriving import Arriving, sized
 from cluster.frontdoor.held_bodies import HeldBodies, HeldBody
 from paceline.errors import Overloaded
-from paceline.rpc.audit import peer_of
+from paceline.rpc.audit import network_of, peer_of
 from paceline.rpc.calls import answering_errors
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -83,12 +83,13 @@ class Gate(grpc.aio.ServerInterceptor):
         async def opened(context: Context) -> AsyncIterator[HeldBody]:
             async with answering_errors(context):
                 caller = await self._known(context, name, kind)  # before it takes a place: strangers have none
-                with self._place(peer_of(context), kind):
+                network = network_of(peer_of(context))
+                with self._place(network, kind):
                     if self._access is not None:
                         await self._access.count(caller, name, kind.need)
                     if caller is not None:
                         set_current(caller)
-                    with self._arriving.body(owner(peer_of(context))) as body:
+                    with self._arriving.body(owner(network)) as body:
                         yield body
 
         async def asked(requests: AsyncIterator[Any], body: HeldBody) -> Any:

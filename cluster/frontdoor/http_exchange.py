@@ -19,6 +19,7 @@ from cluster.frontdoor.http_errors import HttpProblem, dumps, problem_for
 from cluster.frontdoor.http_surface import hold_body
 from cluster.frontdoor.json_body import parse_object
 from paceline.errors import Overloaded, quoted
+from paceline.rpc.audit import network_of
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
@@ -58,7 +59,7 @@ async def read_body(request: Request) -> bytes:
     )
     if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
         raise too_large
-    held = HeldBody(request.app.state.bodies, owner(request.client.host if request.client else ""))
+    held = HeldBody(request.app.state.bodies, owner(network_of(request.client.host if request.client else "")))
     hold_body(request.scope, held)
     body, size, refused = bytearray(), 0, None
     start_s, started = min(BODY_START_S, BODY_TIMEOUT_S), asyncio.get_running_loop().time()

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cluster.frontdoor.http_errors import HttpProblem
 from cluster.nodes.listening import listen
 from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.rpc.audit import network_of
 from paceline.rpc.connections import PUBLIC_SERVERS, most_connections
 from paceline.rpc.tls import TlsFolder
 
@@ -152,7 +153,8 @@ def _full(connections: Collection[_Connection], client: tuple[str, int] | None) 
     of_address = max(most // 2, MIN_OF_ADDRESS)
     if client is None or len(connections) <= of_address:
         return ""
-    own = sum(other.client is not None and other.client[0] == client[0] for other in connections)
+    network = network_of(client[0])
+    own = sum(other.client is not None and network_of(other.client[0]) == network for other in connections)
     return f"{of_address} connections of your address are open" if own > of_address else ""
 
 

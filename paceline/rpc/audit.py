@@ -1,12 +1,18 @@
-"""One line for every refused caller and every act of an operator, in the log ``paceline.audit``. It never has a key."""
+"""One line for every refused caller and every act of an operator, in the log ``paceline.audit``. It never has a key.
+
+Lines of refusals are bounded, for each caller and for all strangers together. Those that are left out are counted, and
+told once a minute.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,8 +20,11 @@ import grpc.aio
 
 log = logging.getLogger("paceline.audit")
 
-LINES_PER_MINUTE = 30  # of one address; as many may come at once
-MAX_ADDRESSES = 1024
+LINES_PER_MINUTE = 30  # of one address, or of one key; as many may come at once
+ALL_LINES_PER_MINUTE = 300  # of all addresses together
+MAX_CALLERS = 1024  # that are remembered: of addresses, and of keys
+TELL_S = 60.0
+NETWORK_BITS = 64  # of an IPv6 address: the rest is its host's to choose
 
 
 def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -24,48 +33,90 @@ def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else context.peer()
 
 
-@dataclass
-class _Address:
-    lines: float
-    at: float
-    left_out: int = 0
+@lru_cache(4096)
+def network_of(address: str) -> str:
+    """What limits of one address hold for: an IPv4 address, or the network of an IPv6 one."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if found.version == 4 or found.ipv4_mapped is not None:
+        return str(found if found.version == 4 else found.ipv4_mapped)
+    return str(ipaddress.ip_network((int(found), NETWORK_BITS), strict=False))
+
+
+class _Lines:
+    """So many a minute, of which all may come at once."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self._per_minute, self._left, self._at = per_minute, per_minute, now
+
+    def take(self, now: float) -> bool:
+        """One more, if there is one."""
+        self._left = min(self._per_minute, self._left + (now - self._at) * self._per_minute / 60)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class _Callers:
+    """Those that came last, each with lines of its own."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, _Lines] = OrderedDict()
+
+    def take(self, name: str, now: float) -> bool:
+        """One more of a caller, if there is one."""
+        lines = self._lines.setdefault(name, _Lines(LINES_PER_MINUTE, now))
+        self._lines.move_to_end(name)
+        if len(self._lines) > MAX_CALLERS:
+            self._lines.popitem(last=False)
+        return lines.take(now)
+
+
+def _later(seconds: float, act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, act)
 
 
 class Audit:
-    """Writes lines, so many a minute for each address; a later line counts those that were left out."""
+    """Writes lines. Belongs to the event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._addresses: OrderedDict[str, _Address] = OrderedDict()
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        later: Callable[[float, Callable[[], None]], None] = _later,
+    ) -> None:
+        """clock: seconds, monotonic. later: calls after so many seconds."""
+        self._clock, self._later = clock, later
+        self._addresses, self._keys = _Callers(), _Callers()
+        self._all = _Lines(ALL_LINES_PER_MINUTE, clock())
+        self._left_out: Counter[str] = Counter()  # since it was last told, by address or key
 
     def refused(self, peer: str, key_id: str, act: str, why: str) -> None:
         """Somebody was refused. peer: an address without its port. key_id: empty where no known key was sent. act: the
-        route or the RPC."""
-        left_out = self._left_out(peer)
-        if left_out is not None:
-            self._write(logging.WARNING, peer, key_id, act, f"refused: {why}", left_out)
+        route or the RPC. Who has a key takes no lines of strangers, and strangers none of theirs."""
+        now, network = self._clock(), network_of(peer)
+        is_told = self._keys.take(key_id, now) if key_id else self._addresses.take(network, now) and self._all.take(now)
+        if is_told:
+            self._write(logging.WARNING, peer, key_id, act, f"refused: {why}")
+            return
+        if not self._left_out:
+            self._later(TELL_S, self._tell)
+        name = f"key {key_id}" if key_id else network
+        self._left_out[name if name in self._left_out or len(self._left_out) < MAX_CALLERS else "others"] += 1
 
     def done(self, peer: str, key_id: str, act: str, outcome: str) -> None:
         """An operator's act is over. These lines are not bounded: only operators cause them."""
-        self._write(logging.WARNING, peer, key_id, act, outcome, 0)
+        self._write(logging.WARNING, peer, key_id, act, outcome)
 
-    def _write(self, level: int, peer: str, key_id: str, act: str, outcome: str, left_out: int) -> None:
-        also = f" left_out={left_out}" if left_out else ""
-        text = f"peer={peer or '-'} key={key_id or '-'} act={act!r} outcome={outcome!r}{also}"
+    def _tell(self) -> None:
+        left_out, self._left_out = self._left_out, Counter()
+        ((name, most),) = left_out.most_common(1)
+        told = f"{left_out.total()} lines are left out, {most} of them of {name or 'unknown addresses'}"
+        self._write(logging.WARNING, "", "", "audit", told)
+
+    def _write(self, level: int, peer: str, key_id: str, act: str, outcome: str) -> None:
+        text = f"peer={peer or '-'} key={key_id or '-'} act={act!r} outcome={outcome!r}"
         log.log(level, "%s", text.encode("ascii", "backslashreplace").decode())
-
-    def _left_out(self, peer: str) -> int | None:
-        """Lines of the address that were left out since the last one; None when this one is left out too."""
-        now = self._clock()
-        known = self._addresses.pop(peer, None) or _Address(LINES_PER_MINUTE, now)
-        self._addresses[peer] = known
-        if len(self._addresses) > MAX_ADDRESSES:
-            self._addresses.popitem(last=False)
-        known.lines = min(LINES_PER_MINUTE, known.lines + (now - known.at) * LINES_PER_MINUTE / 60)
-        known.at = now
-        if known.lines < 1:
-            known.left_out += 1
-            return None
-        known.lines -= 1
-        left_out, known.left_out = known.left_out, 0
-        return left_out

@@ -16,6 +16,7 @@ import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 
 from paceline.errors import NodeUnavailable, PacelineError, PermissionDenied
+from paceline.rpc.connections import most_connections
 from paceline.rpc.handshakes import LISTED, Handshakes
 from paceline.rpc.malformed import RefuseMalformed
 from paceline.rpc.wire_errors import error_from_status, metadata_for, status_for
@@ -25,8 +26,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # gRPC's own threads answer, so that a busy engine or event loop is not taken for a dead one.
 PING_AFTER_MS = 500  # without anything heard; gRPC lets a second pass between two pings all the same
 PING_TIMEOUT_MS = 1_000
-# A connection costs memory and an open file, and gRPC has no bound for their number. Who is closed for its silence
-# connects anew within its next call, which takes a round trip or three.
+# A connection costs memory and an open file. Who is closed for its silence connects anew within its next call, which
+# takes a round trip or three.
 IDLE_MS = 120_000  # without a call
 HANDSHAKE_MS = 20_000  # for TLS and the first frames of HTTP/2; gRPC's own bound is two minutes
 STOP_GRACE_S = 0.2  # for the last status of a call that is over, and for streams that stay open by design
@@ -72,14 +73,23 @@ def make_server(
     max_fields: int | None = None,
     on_malformed: Callable[[], None] = lambda: None,
     handshakes: Handshakes | None = None,
+    connections: int | None = None,
 ) -> grpc.aio.Server:
-    """A server that refuses what is no message of its RPC, closes connections that ask nothing, and logs no caller that
-    left. max_concurrent_rpcs: None where one of ``interceptors`` bounds them. max_fields: of a large request; None: any
-    number. on_malformed: hears of each message that is refused. handshakes: counts those that fail."""
+    """A server that refuses what is no message of its RPC, closes connections that ask nothing or are too many, and
+    logs no caller that left. max_concurrent_rpcs: None where one of ``interceptors`` bounds them. max_fields: of a
+    large request; None: any number. on_malformed: hears of each message that is refused. handshakes: counts those that
+    fail. connections: that may be open; None: as many as a process with one server has files for."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
     first = [] if handshakes is None else [handshakes]
     asked = [*first, *interceptors, RefuseMalformed(max_fields, on_malformed)]
-    bounds = (("grpc.max_connection_idle_ms", IDLE_MS), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS))
+    bounds = (
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", most_connections() if connections is None else connections),
+        # gRPC would take in up to 64 MiB of every call over a fast connection before anybody reads them, also of calls
+        # that are refused. Without this it is 64 KiB, and what a message needs from when it is read.
+        ("grpc.http2.bdp_probe", 0),
+    )
     named = (*bounds, *LISTED, *options)
     make = partial(grpc.aio.server, interceptors=asked, options=named, maximum_concurrent_rpcs=max_concurrent_rpcs)
     return make() if handshakes is None else handshakes.make(make)

@@ -152,7 +152,7 @@ async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
     encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The poisoning of a tenant's pages by a prefill node with a valid certificate: a ticket of another tenant's, of
-    another node's, without a grant. Mutant: `Permits.check` returns."""
+    another node's, without a grant. Mutants: `Permits.check` returns; the node's own name is its address."""
     tls = make_folder(tmp_path / "a") if encrypted else None
     router = Grants(SECRET.ticket_key)
     forged: dict[str, Callable[[str], bytes]] = {
@@ -183,6 +183,8 @@ async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
             decode.cancel()
             await nodes.wait_for_release()
         assert nodes.decode.counts()["refused_calls"] == len(forged)
+        told = [line for line in caplog.messages if "hand-off on link" in line]
+        assert [line.split()[0] for line in told] == ["peer=127.0.0.1"] * len(forged)
         again = sequence_request(cache_salt="acme")
         assert (await nodes.generate(again)).output == expected_output(again)
         await nodes.wait_for_release()

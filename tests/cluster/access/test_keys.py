@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import stat
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from typer.testing import CliRunner
 from cluster.access.keys import KeyFile, digest, read_keys
 from cluster.commands.keys import app
 from paceline.errors import ConfigError, Unauthenticated
-from paceline.logs import JsonFormatter
-from paceline.rpc.audit import LINES_PER_MINUTE, Audit
 from tests.support.api_keys import entry, write_keys
 
 
@@ -104,18 +101,3 @@ async def test_the_file_is_read_again_as_a_whole_or_not_at_all(
         assert not known(keys.secrets["acme"])
     finally:
         await file.close()
-
-
-def test_audit_lines_are_whole_have_no_key_and_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    audit = Audit(lambda: now)
-    for _ in range(LINES_PER_MINUTE + 5):
-        audit.refused("10.0.0.1", "", "GET /a\nb", "no\r\nkey \u2028")
-    assert len(caplog.records) == LINES_PER_MINUTE
-    audit.refused("10.0.0.2", "one", "POST /v1", "expired")  # another address has lines of its own
-    now = 60.0
-    audit.refused("10.0.0.1", "", "GET /", "no key")
-    assert "left_out=5" in caplog.records[-1].getMessage()
-    assert all(record.name == "paceline.audit" and record.levelno >= logging.WARNING for record in caplog.records)
-    assert not any(set(record.getMessage()) & set("\r\n\u2028") for record in caplog.records)
-    assert "key=one act='POST /v1' outcome='refused: expired'" in JsonFormatter("router").format(caplog.records[-2])

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2
 
 from cluster.access import access
 from cluster.contract.generation import GenerationRequest
-from cluster.frontdoor import gate, service
+from cluster.frontdoor import arriving, service
+from cluster.frontdoor.held_bodies import HeldBodies
 from cluster.frontdoor.service import MAX_WATCHES_OF_PEER, SERVICE, rules, serve_grpc
 from cluster.state.journal import open_journal
 from paceline.client import AsyncClient
@@ -60,12 +61,12 @@ class Surface:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Surface]:
+async def serving(folder: Path, bodies: HeldBodies | None = None, **options: Any) -> AsyncIterator[Surface]:
     keys = write_keys(folder / "keys.yaml")
     access = keys.access("tiny")
     async with fleet(**options) as nodes:
         nodes.router._quotas = access.quotas
-        server = await serve_grpc(nodes.router, "127.0.0.1:0", access)
+        server = await serve_grpc(nodes.router, "127.0.0.1:0", access, bodies=bodies)
         try:
             yield Surface(nodes, keys, server.port)
         finally:
@@ -195,8 +196,7 @@ async def test_a_stream_is_resumed_by_its_tenant_alone(tmp_path: Path) -> None:
 
 async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:
     """Mutant: one bound for all RPCs, which 1,024 watchers reach."""
-    options = {"max_queued": 4, "max_inflight": 4}
-    async with serving(tmp_path, **options) as surface, surface.channel() as opened:
+    async with serving(tmp_path, max_queued=4, max_inflight=4) as surface, surface.channel() as opened:
         watches = [opened.unary_stream(WATCH)(b"") for _ in range(1024)]
         answers = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
         assert sum(isinstance(answer, bytes) for answer in answers) == MAX_WATCHES_OF_PEER
@@ -213,7 +213,7 @@ async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:
 
 
 async def test_a_call_without_a_message_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "MESSAGE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(arriving, "MESSAGE_TIMEOUT_S", 0.5)
     async with serving(tmp_path) as surface, surface.channel() as opened:
         call = opened.stream_stream(INFERENCE[1])(metadata=tuple(surface.keys.header("acme").items()))
         async with asyncio.timeout(5):

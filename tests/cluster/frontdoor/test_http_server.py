@@ -15,6 +15,7 @@ from cluster.frontdoor import http_server
 from cluster.frontdoor.http import create_app
 from cluster.frontdoor.http_server import serve_http
 from cluster.routing.metrics import Metrics
+from paceline.rpc import connections
 from tests.support.fake_router import FakeRouter
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -124,7 +125,7 @@ async def test_the_time_for_a_head_is_not_that_of_the_request(
 
 
 async def test_a_connection_too_many(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     async with connecting(router) as connect:
         first, writer = await connect(HEALTH)
         second, _ = await connect(HEALTH)

@@ -6,6 +6,7 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ import pytest
 from cluster.frontdoor import held_bodies, http_exchange, http_server
 from cluster.frontdoor.held_bodies import HeldBodies, HeldBody
 from cluster.frontdoor.http import create_app, serve_http
-from cluster.frontdoor.http_errors import HttpProblem
 from cluster.nodes.listening import check_addresses, is_loopback, raise_open_files
 from cluster.routing.metrics import Metrics
 from paceline.config import ServeConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Overloaded
+from paceline.rpc import connections
 from tests.cluster.frontdoor.test_http_server import HEALTH, answer
 from tests.support.fake_router import FakeRouter
 
@@ -77,7 +78,7 @@ def test_one_owner_leaves_half_to_the_others() -> None:
     bodies = HeldBodies(1_000_000)
     first, second = HeldBody(bodies, "a"), HeldBody(bodies, "b")
     first.grow(500_000)
-    with pytest.raises(HttpProblem):
+    with pytest.raises(Overloaded):
         first.grow(500_001)
     second.grow(500_000)
     for body in (first, second, first):
@@ -86,8 +87,8 @@ def test_one_owner_leaves_half_to_the_others() -> None:
 
 
 async def test_connections_are_counted_by_address_and_by_open_files(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: the cap alone, whatever this process may open."""
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 6)
+    """Mutants: the cap alone, whatever this process may open; each address of one network counts for itself."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 6)
     monkeypatch.setattr(http_server, "MIN_OF_ADDRESS", 2)
     async with serving(app) as (connect, _):
         kept = [await connect(HEALTH) for _ in range(3)]
@@ -97,8 +98,13 @@ async def test_connections_are_counted_by_address_and_by_open_files(app: Any, mo
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard))
     assert http_server._full(range(40), None) == "6 connections are open"  # type: ignore[arg-type]
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4096)
-    assert http_server._full(range(40), None) == "32 connections are open"  # type: ignore[arg-type]
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4096)
+    assert http_server._full(range(40), None) == "16 connections are open"  # type: ignore[arg-type]
+    assert 2 * connections.most_connections(2) + 32 == 64  # gRPC has as many, and files are left for Redis and nodes
+    ipv6 = [SimpleNamespace(client=(f"2001:db8::{i:x}", 1)) for i in range(9)]
+    for name, value in (("MIN_OF_ADDRESS", 2), ("most_connections", lambda servers: 10)):
+        monkeypatch.setattr(http_server, name, value)
+    assert "5 connections of your address" in http_server._full(ipv6, ipv6[0].client)  # type: ignore[arg-type]
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:
