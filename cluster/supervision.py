@@ -143,7 +143,7 @@ class Supervision:
             return None
         if not kept.ray_name:
             return None
-        if kept.options != self._options_digest():
+        if kept.options != options_digest(self.config, self._secret):
             log.warning("nodes of the last supervisor have other options; they are ended")
             end_all(kept.ray_name)
             self._lease.wanted = b""
@@ -169,7 +169,7 @@ class Supervision:
             wanted,
             self._nodes.name if outlive else "",
             self._nodes.bundles() if outlive else {},
-            self._options_digest() if outlive else "",
+            options_digest(self.config, self._secret) if outlive else "",
         )
         self._lease.keep(kept.to_json())
 
@@ -180,12 +180,6 @@ class Supervision:
         """Places are others."""
         if self._outlive:
             self._keep(self.changes.wanted)
-
-    def _options_digest(self) -> str:
-        """Names what nodes are started with."""
-        options = self.config.model_dump(include=NODE_OPTIONS, mode="json")
-        known = json.dumps([options, self._secret.call_token], sort_keys=True)
-        return hashlib.sha256(known.encode()).hexdigest()[:16]
 
     def _goes_on(self) -> bool:
         """Whether the nodes live on when this process ends: another supervises, or is to."""
@@ -326,3 +320,10 @@ class _Places:
 
     def remove(self, node_id: str) -> None:
         self._nodes.remove(node_id)
+
+
+def options_digest(config: ServeConfig, secret: Secret) -> str:
+    """Names what nodes are started with: options that were chosen, so that two builds agree though one has more."""
+    options = config.model_dump(include=NODE_OPTIONS.intersection(config.chosen), exclude_none=True, mode="json")
+    known = json.dumps([options, secret.call_token], sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()[:16]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.nodes.host import NodeHost
 from cluster.state.registry_types import Registry
-from paceline.config import NodeConfig
+from cluster.supervision import options_digest
+from paceline.config import NodeConfig, ServeConfig
 from paceline.errors import ConfigError
+from paceline.role_options import RoleOptions
+from paceline.rpc.identity import Secret
 
 
 def received(state: dict[str, Any]) -> NodeConfig:
@@ -52,3 +56,22 @@ def test_a_new_option_is_left_out_unless_the_sender_chose_it() -> None:
     del state["chosen"]  # an early build did not say: none of its options may be lost in silence
     with pytest.raises(ConfigError, match="later"):
         received(state).check_known()
+
+
+def test_a_supervisor_of_another_build_goes_on_with_the_nodes(tmp_path: Path) -> None:
+    """Mutant: an option that the last supervisor's build lacks makes its nodes others, and all of them are ended."""
+
+    class LaterRole(RoleOptions):
+        later: int | None = None
+
+    class Later(ServeConfig):
+        later: int = 0
+        decode: LaterRole = LaterRole()
+
+    (tmp_path / "secret").write_text("a secret of this deployment")
+    secret = Secret.from_file(str(tmp_path / "secret"))
+    chosen: dict[str, Any] = {"model": "m", "drafter": "ngram", "decode": {"page_size": 8}}
+    known = options_digest(ServeConfig.model_validate(chosen), secret)
+    assert options_digest(Later.model_validate(chosen), secret) == known
+    for more in ({"drafter": "none"}, {"decode": {"page_size": 16}}, {"max_running": 3}):
+        assert options_digest(ServeConfig.model_validate(chosen | more), secret) != known
