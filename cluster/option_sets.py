@@ -8,8 +8,8 @@ from paceline.role_options import ROLES
 # Options of ``paceline router``. All others are the deployment's that it joins, or say what nodes there are.
 ROUTER_OPTIONS = (
     *("deployment", "grpc", "http", "http_cors_origins", "vllm_metrics", "tls_dir", "secret_file", "api_keys"),
-    *("admin", "ray_address", "open_metrics", "insecure", "log_level", "log_format", "trace_requests"),
-    *("drain_timeout_s",),
+    *("admin", "ray_address", "open_metrics", "audit_calls", "insecure", "log_level", "log_format"),
+    *("trace_requests", "drain_timeout_s"),
 )
 
 # Options that every router of a deployment has alike; those that join take them over. The others are a process's own,

@@ -135,6 +135,9 @@ class ServeConfig(EngineConfig):
     open_metrics: bool = False
     """With `api_keys`, let everybody read `/metrics`. Otherwise it needs a key with the scope `metrics`."""
 
+    audit_calls: bool = False
+    """With `api_keys`, write a line of the audit for every call of a key, not for refused ones and operators' alone."""
+
     insecure: bool = False
     """Lets `grpc`, `http` and `admin` listen at an address that other hosts reach, without API keys. Everybody there
     may then use them."""

@@ -14,7 +14,7 @@ from cluster.access.quotas import AccessCounts, Quotas
 from cluster.access.redis_counters import RedisCounters
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
-from paceline.errors import PermissionDenied, Unauthenticated
+from paceline.errors import PacelineError, PermissionDenied, Unauthenticated
 from paceline.rpc.audit import Audit, network_of
 
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 50.0, 200.0  # of one address; further ones are answered late
@@ -37,10 +37,16 @@ class Access:
     """Who may call. ``start`` follows the file of keys; ``close`` ends that, and the quotas."""
 
     def __init__(
-        self, keys: KeyFile, quotas: Quotas, names: tuple[str, ...], metrics: AccessCounts, audit: Audit
+        self,
+        keys: KeyFile,
+        quotas: Quotas,
+        names: tuple[str, ...],
+        metrics: AccessCounts,
+        audit: Audit,
+        audits_calls: bool = False,
     ) -> None:
-        """names: those of the model that is served."""
-        self.quotas, self.audit = quotas, audit
+        """names: those of the model that is served. audits_calls: every call of a key has a line."""
+        self.quotas, self.audit, self._audits_calls = quotas, audit, audits_calls
         self._keys, self._names, self._metrics = keys, names, metrics
         self._refusals, self._late = Pace(REFUSALS_PER_S, REFUSALS_AT_ONCE, REFUSAL_LATE_S), 0
 
@@ -74,8 +80,13 @@ class Access:
         """A call of one who is known. Raises Overloaded when the key has no more requests."""
         if caller is None:
             return
-        await self.quotas.request(caller)
-        if need is Need.OPERATOR:
+        try:
+            await self.quotas.request(caller)
+        except PacelineError as error:
+            if self._audits_calls:
+                self.audit.done(caller.peer, caller.key.id, act, f"refused: {error}")
+            raise
+        if self._audits_calls or need is Need.OPERATOR:
             self.audit.done(caller.peer, caller.key.id, act, "allowed")
 
     def _refused_later(self, peer: str, key_id: str, act: str, reason: str, why: str) -> None:
@@ -116,7 +127,8 @@ def open_access(config: ServeConfig, registry: Registry, metrics: AccessCounts) 
         return None
     longest_s = config.request_timeout_s + config.queue_timeout_s + HOLD_MARGIN_S
     shared = RedisCounters(registry.url, longest_s, registry.namespace) if registry.url else None
-    return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.served_names, metrics, Audit())
+    keys, quotas = KeyFile(Path(config.api_keys)), Quotas(shared, metrics)
+    return Access(keys, quotas, config.served_names, metrics, Audit(), config.audit_calls)
 
 
 def bearer(header: str | bytes | None) -> str | None:

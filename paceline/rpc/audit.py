@@ -108,7 +108,7 @@ class Audit:
         self._left_out[name if name in self._left_out or len(self._left_out) < MAX_CALLERS else "others"] += 1
 
     def done(self, peer: str, key_id: str, act: str, outcome: str) -> None:
-        """An operator's act is over. These lines are not bounded: only operators cause them."""
+        """An act is over. These lines are not bounded: they are of operators, and of keys where that is asked for."""
         self._write(logging.WARNING, peer, key_id, act, outcome)
 
     def _tell(self) -> None:

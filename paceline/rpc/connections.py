@@ -10,7 +10,7 @@ RESERVED_FILES = 512  # open files that are not for connections of clients: node
 
 
 def most_connections(servers: int = 1) -> int:
-    """Of each of ``servers`` in this process."""
+    """The most that each of ``servers`` in this process takes."""
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if open_files < 0:
         return MAX_CONNECTIONS

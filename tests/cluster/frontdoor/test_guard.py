@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -17,6 +18,7 @@ from cluster.frontdoor import http_server
 from cluster.frontdoor.guard import NEEDS
 from cluster.frontdoor.http import HttpOptions, create_app, serve_http
 from cluster.routing.metrics import Metrics
+from paceline.errors import Overloaded
 from paceline.rpc import audit
 from tests.support.api_keys import Keys, write_keys
 from tests.support.fake_router import MODEL, FakeRouter
@@ -134,6 +136,27 @@ async def test_the_answer_comes_before_the_body(
         "peer=127.0.0.1 key=metrics act='POST /v1/completions'",
     ]
     assert not any(secret in caplog.text for secret in surface.keys.secrets.values())
+
+
+async def test_every_call_of_a_key_has_one_line_where_it_is_asked_for(
+    surface: Surface, asking: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that its quota refuses. Mutants: refused calls and operators' alone; lines without asking for them."""
+
+    async def call(path: str) -> int:
+        return (await asking.post(path, json=ASK[path], headers=surface.keys.header("acme"))).status_code
+
+    for asked_for in (False, True):
+        caplog.clear()
+        monkeypatch.setattr(surface.access, "_audits_calls", asked_for)
+        assert [await call(path) for path in ASK] == [200] * 3
+        monkeypatch.setattr(surface.access.quotas, "request", AsyncMock(side_effect=Overloaded("no more")))
+        assert await call("/v1/messages") in (429, 529)
+        monkeypatch.undo()
+        lines = [record.getMessage() for record in caplog.records if record.name == "paceline.audit"]
+        acts = [*(f"'POST {path}' outcome='allowed'" for path in ASK), "'POST /v1/messages' outcome='refused: "]
+        assert [act in line for act, line in zip(acts, lines, strict=asked_for)] == [True] * 4 * asked_for
+        assert all("peer=127.0.0.1 key=acme" in line for line in lines)
 
 
 async def test_the_tenant_is_that_of_the_key(surface: Surface, asking: httpx.AsyncClient) -> None:
