@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.assembly.model_plan import ModelPlan
 
 GIB, KIB = 2**30, 2**10
+MODEL = "A model folder, a GGUF file, or a JSON file that lists a checkpoint's tensors."
 MAX_CONTEXT = 2**31
 Degree = Annotated[int, typer.Option("--tp", help="Ranks that share the model; memory is printed for one of them.")]
 Pools = Annotated[int, typer.Option("--attention-dp", help="Pools of a node: 1, or one on each rank, as in serve.")]
@@ -25,7 +26,7 @@ KvDtype = Annotated[Literal["auto", "int8"], typer.Option(help="Number format of
 
 
 def plan(
-    model: Annotated[Path, typer.Argument(help="A model folder, or a JSON file that lists a checkpoint's tensors.")],
+    model: Annotated[Path, typer.Argument(help=MODEL)],
     tp: Degree = 1,
     attention_dp: Pools = 1,
     context: Context = 0,

@@ -14,18 +14,22 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.planned_weights import Node, PlannedWeights
+from paceline.assembly.planned_gguf import open_planned
+from paceline.assembly.planned_weights import FLOAT32, FLOAT32_NORMS, Node, PlannedWeights, Steps
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
 from paceline.layers.linear import group_of
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.model_files import read_json
 from paceline.models.announced import Announced, MetaTensors, read_announced
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
+from paceline.models.hub import resolve_model
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.base import DryScheme, Scheme
 from paceline.models.quantization.tensors import QuantizedTensors
 from paceline.models.registry import FP8_SCALE, ChosenTensors, model_class, scheme_of
+from paceline.models.weight_files import gguf_file
 from paceline.parallel.slabs import slabs_of, sum_slabs
 from paceline.ranks.degrees import DENSE, SHARED, check_degree, mlps_of_ranks
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
@@ -51,12 +55,15 @@ class WeightPart:
     name: str
     num_bytes: int
     is_split: bool  # over the ranks; else on every one, or of ON_FIRST on the first
+    steps: tuple[Steps, ...] = ()  # of weights whose columns are split
 
     def of_rank(self, degree: int, *, first: bool = True) -> int:
         """Bytes on one rank of ``degree``."""
         if self.name in ON_FIRST:
             return self.num_bytes if first else 0
-        return -(-self.num_bytes // degree) if self.is_split else self.num_bytes
+        if not self.is_split:
+            return self.num_bytes
+        return -(-self.num_bytes // degree) + sum(steps.of_rank(degree) for steps in self.steps)
 
 
 @dataclass(frozen=True)
@@ -106,31 +113,51 @@ def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto", on_gpu: b
     """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
     or is missing, and for quantised layers that cannot be read. kv_dtype: the option. on_gpu: of the node that is to
     hold it."""
-    raw, announced = read_announced(path)
+    raw, announced, tensors, refusals = _opened(path, dtype)
     spec, node = ModelSpec.from_json(raw, path), Node(dtype, on_gpu)
-    scheme, refusals = _scheme(raw)
-    tensors = _tensors(announced, scheme, dtype)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
-    weights = PlannedWeights(ChosenTensors(tensors, frozenset(tensors) - drafts), announced, node)
+    float32 = FLOAT32 if spec.clamp is None else FLOAT32_NORMS
+    chosen = ChosenTensors(tensors, frozenset(tensors) - drafts)
+    weights = PlannedWeights(chosen, announced, node, float32=float32)
     bag = WeightBag(weights)
     model = model_class(spec.family)(spec, bag, dtype, META)
-    sizes, parted = weights.sizes(), _parted(weights.read, spec)
+    sizes, steps, parted = weights.sizes(), weights.steps(), _parted(weights.read, spec)
     _take_no_biases(bag, announced)
     bag.finish()
     draft_layers, drafter_bytes = _take_modules(path, raw, announced, tensors, model, node) if drafts else ((), 0)
+    parts = _parts(sizes, steps, spec, drafter_bytes)
     layout = KvLayout.of((*model.kv_layers, *draft_layers), dtype, kv_dtype)
     shipped = next((name for name in DRAFTERS if shipped_heads(str(path), name)), None)
     return ModelPlan(
         spec=spec,
         num_tensors=len(announced),
-        parts=_parts(sizes, spec, drafter_bytes),
+        parts=parts,
         token_bytes=layout.token_bytes(LayerOwner.TARGET),
         draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
         drafter=shipped or ("mtp" if drafts else "ngram"),
         refusals=refusals,
         parted=parted,
     )
+
+
+def _opened(
+    path: Path, dtype: torch.dtype
+) -> tuple[dict[str, Any], Mapping[str, Announced], Mapping[str, LinearWeight], tuple[str, ...]]:
+    """config.json, the tensors that there are, those that a node makes of them, and what it would say to them."""
+    if (folder := _folder_of_gguf(path)) is not None:
+        raw = read_json(folder / "config.json")
+        tensors = open_planned(folder, dtype)
+        return raw, tensors.announced(), tensors, ()
+    raw, announced = read_announced(path)
+    scheme, refusals = _scheme(raw)
+    return raw, announced, _tensors(announced, scheme, dtype), refusals
+
+
+def _folder_of_gguf(path: Path) -> Path | None:
+    """The folder that a node makes of a GGUF file, or of a folder with one; None for what is neither."""
+    one = gguf_file(path) is not None if path.is_dir() else path.suffix == ".gguf" and path.is_file()
+    return resolve_model(str(path)) if one else None
 
 
 def _scheme(raw: Mapping[str, Any]) -> tuple[Scheme | None, tuple[str, ...]]:
@@ -160,11 +187,15 @@ def _parted(weights: Mapping[str, LinearWeight], spec: ModelSpec) -> str:
     """The first weight whose groups the model's slabs part, so that ranks cannot share it; empty where none has."""
     mlps, slabs = mlps_of_ranks(spec), sum_slabs(spec.num_heads)
     for name, weight in weights.items():
-        shared = name.endswith(("o_proj.weight", "down_proj.weight")) and _part_of(name, mlps) in (ATTENTION, MLPS)
-        codes = shared and isinstance(weight, QuantizedWeight)
+        codes = _columns_are_split(name, mlps) and isinstance(weight, QuantizedWeight)
         if codes and slabs_of(weight.shape[1], slabs, group_of(weight)) != slabs:
             return name
     return ""
+
+
+def _columns_are_split(name: str, mlps: frozenset[str]) -> bool:
+    """mlps: see _part_of."""
+    return name.endswith(("o_proj.weight", "down_proj.weight")) and _part_of(name, mlps) in (ATTENTION, MLPS)
 
 
 def _take_modules(
@@ -188,14 +219,19 @@ def _take_modules(
     return mtp_kv_layers(model.kv_layers, config.num_modules), num_bytes
 
 
-def _parts(sizes: Mapping[str, int], spec: ModelSpec, drafter_bytes: int) -> tuple[WeightPart, ...]:
-    """sizes: bytes of the target's weights, by name."""
-    found, mlps = {DRAFTER: drafter_bytes} if drafter_bytes else dict[str, int](), mlps_of_ranks(spec)
+def _parts(
+    sizes: Mapping[str, int], steps: Mapping[str, Steps], spec: ModelSpec, drafter_bytes: int
+) -> tuple[WeightPart, ...]:
+    """sizes: bytes of the target's weights, by name; steps: of those that have any."""
+    found, split = {DRAFTER: drafter_bytes} if drafter_bytes else dict[str, int](), dict[str, list[Steps]]()
+    mlps = mlps_of_ranks(spec)
     for name, num_bytes in sizes.items():
         part = _part_of(name, mlps)
         found[part] = found.get(part, 0) + num_bytes
+        if name in steps and _columns_are_split(name, mlps):
+            split.setdefault(part, []).append(steps[name])
     whole = {EVERYWHERE, LATENTS, *ON_FIRST}
-    return tuple(WeightPart(name, found[name], name not in whole) for name in sorted(found))
+    return tuple(WeightPart(name, found[name], name not in whole, (*split.get(name, ()),)) for name in sorted(found))
 
 
 def _part_of(name: str, mlps: frozenset[str]) -> str:

@@ -52,7 +52,7 @@ def read_announced(path: Path) -> tuple[dict[str, Any], dict[str, Announced]]:
         return read_json(path / "config.json"), _bounded(found, path)
     if not path.is_file():
         hint = "`paceline pull` prints the folder of a known model"
-        raise ConfigError("model", f"{path} is neither a model folder nor a JSON file that lists tensors; {hint}")
+        raise ConfigError("model", f"{path} is no model folder, no GGUF file and no JSON file with tensors; {hint}")
     raw = read_json(path)
     config, listed = raw.get("config"), raw.get("tensors")
     if not isinstance(config, dict) or not isinstance(listed, list):

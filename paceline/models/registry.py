@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,19 @@ def model_class(family: str) -> Builder:
     return found
 
 
+@contextmanager
+def taking_weights(folder: Path) -> Iterator[None]:
+    """Inside, a model takes the weights of ``folder``. Where they lie in a GGUF file, torch has one thread: each of the
+    thousands of experts is a dozen small tensors, at each of which torch's threads would wait for one another."""
+    threads = torch.get_num_threads()
+    try:
+        if gguf_file(folder) is not None:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> TargetModel:
     """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for the drafter.
 
@@ -106,7 +120,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
         ChosenTensors(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes)))
     )
     bag.rounded(quantize)
-    model = model_class(spec.family)(spec, bag, dtype, device)
+    with taking_weights(folder):
+        model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
     return model
 

@@ -9,7 +9,7 @@ import torch
 from paceline.config import NodeConfig
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
-from paceline.models.registry import DTYPES, model_class
+from paceline.models.registry import DTYPES, model_class, taking_weights
 from paceline.ranks.degrees import check_ranks
 from paceline.ranks.devices import check_devices, meeting, rank_device
 from paceline.ranks.group import Group
@@ -55,7 +55,8 @@ def load_shard(
 ) -> TargetModel:
     """One rank's part. Raises ConfigError naming whatever is missing, left over or unsupported."""
     bag = open_shard(folder, dtype, shard, group, quantize)
-    model = make_shard(bag, dtype, device, shard)
+    with taking_weights(folder):
+        model = make_shard(bag, dtype, device, shard)
     bag.finish()
     return model
 

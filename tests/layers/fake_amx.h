@@ -23,7 +23,7 @@
 #define _tile_dpbssd fake_dpbssd
 #define _tile_dpbf16ps fake_dpbf16ps
 
-// Of the thread, as in a processor: without optimisation one source calls functions that the linker took from another.
+// The thread has one set, as in a processor: unoptimised, one source calls functions that the linker took from another.
 inline thread_local uint8_t fake_tiles[8][16][64], fake_config[64];
 static int fake_rows(int tile) { return fake_config[48 + tile]; }
 static int fake_bytes(int tile) { return fake_config[16 + 2 * tile]; }

@@ -46,7 +46,7 @@ class ExpertFile:
         """A random tensor of ``kind``; one of 3 dimensions is of all experts, whose number ``*`` in meaning stands
         for."""
         if kind in (Kind.F32, Kind.F16):
-            drawn = self.random.standard_normal(shape) * (1.0 if "gate_inp" in name else 0.05)
+            drawn = self.random.standard_normal(shape) * (1.0 if "gate_inp" in name or "exp_probs" in name else 0.05)
             stored = drawn.astype(np.float32 if kind is Kind.F32 else np.float16)
             values = torch.from_numpy(stored.astype(np.float32))
             self._writer.add_tensor(name, stored)
@@ -101,6 +101,7 @@ def write_qwen3moe(
     down: Kind | None = None,
     left_out: str = "",
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    head_dim: int = DIM,
     seed: int = 1,
 ) -> dict[str, torch.Tensor]:
     """A qwen3moe whose matrices are of ``kind``, those of ``down`` of another. Returns its weights. left_out: a tensor
@@ -118,7 +119,7 @@ def write_qwen3moe(
             own = Kind.F32 if name == "ffn_gate_inp" else down if down and name == "ffn_down_exps" else kind
             meaning = f"mlp.experts.*.{OF_EXPERTS[name]}" if name in OF_EXPERTS else NAMES.get(name, name)
             file.add(f"{ours}.{name}.weight", f"{theirs}.{meaning}.weight", shape, own)
-        norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN, "attn_q_norm": DIM, "attn_k_norm": DIM}
+        norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN, "attn_q_norm": head_dim, "attn_k_norm": head_dim}
         for name, size in norms.items():
             file.norm(f"{ours}.{name}.weight", f"{theirs}.{NAMES[name]}.weight", size)
     return file.close()
@@ -132,13 +133,14 @@ def write_gpt_oss(
     *,
     up: Kind | None = None,
     window: int = 5,
+    count: int = EXPERTS,
     seed: int = 3,
 ) -> dict[str, torch.Tensor]:
-    """A gpt-oss whose matrices are of ``kind``, those of its ``experts``, and of their ``up``, of others. Returns its
-    weights, each expert's by its own name."""
+    """A gpt-oss whose matrices are of ``kind``, those of its ``count`` ``experts``, and of their ``up``, of others.
+    Returns its weights, each expert's by its own name."""
     own: dict[str, str | int | float | bool] = {
         "attention.sliding_window": window, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
-        "rope.scaling.original_context_length": 32, "rope.freq_base": 150000.0,
+        "rope.scaling.original_context_length": 32, "rope.freq_base": 150000.0, "expert_count": count,
     }  # fmt: skip
     file = ExpertFile(path, "gpt-oss", shape_fields(own | dict(fields or {})), seed)
     for name in ("token_embd", "output"):
@@ -149,18 +151,76 @@ def write_gpt_oss(
         for name, shape in MATRICES.items():
             file.add(f"{ours}.{name}.weight", f"{theirs}.{NAMES[name]}.weight", shape, kind)
             file.add(f"{ours}.{name}.bias", f"{theirs}.{NAMES[name]}.bias", shape[:1], Kind.F32)
-        file.add(f"{ours}.ffn_gate_inp.weight", f"{theirs}.mlp.router.weight", ROUTER, Kind.F32)
-        file.add(f"{ours}.ffn_gate_inp.bias", f"{theirs}.mlp.router.bias", ROUTER[:1], Kind.F32)
+        file.add(f"{ours}.ffn_gate_inp.weight", f"{theirs}.mlp.router.weight", (count, HIDDEN), Kind.F32)
+        file.add(f"{ours}.ffn_gate_inp.bias", f"{theirs}.mlp.router.bias", (count,), Kind.F32)
         for name, shape in STACKS.items():
             meaning = f"{theirs}.mlp.experts.*.{OF_EXPERTS[name]}"
             file.add(
                 f"{ours}.{name}.weight",
                 f"{meaning}.weight",
-                (EXPERTS, *shape),
+                (count, *shape),
                 up or experts if "up" in name else experts,
             )
-            file.add(f"{ours}.{name}.bias", f"{meaning}.bias", (EXPERTS, shape[0]), Kind.F32)
+            file.add(f"{ours}.{name}.bias", f"{meaning}.bias", (count, shape[0]), Kind.F32)
         file.norm(f"{ours}.attn_sinks.weight", f"{theirs}.self_attn.sinks", HEADS)
         file.norm(f"{ours}.attn_norm.weight", f"{theirs}.input_layernorm.weight", HIDDEN)
         file.norm(f"{ours}.post_attention_norm.weight", f"{theirs}.post_attention_layernorm.weight", HIDDEN)
     return file.close("gpt-4o")
+
+
+GLM_LAYERS, GLM_DENSE, SHARED = 3, 1, 2  # layers of a tiny glm4moe, of them dense ones; experts that always run
+GLM_NAMES = NAMES | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}  # fmt: skip
+GLM_FIELDS: Fields = {
+    "block_count": GLM_LAYERS, "leading_dense_block_count": GLM_DENSE, "expert_shared_count": SHARED,
+    "expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5, "rope.dimension_count": DIM // 2,
+}  # fmt: skip
+
+
+def write_glm4moe(
+    path: Path,
+    kind: Kind,
+    fields: Fields | None = None,
+    *,
+    qk_norm: bool = True,
+    modules: int = 0,
+    experts: int = EXPERTS,
+    seed: int = 5,
+) -> dict[str, torch.Tensor]:
+    """A glm4moe whose matrices are of ``kind``. Returns its weights without those of its MTP ``modules``, which are
+    layers after the last."""
+    own = {**GLM_FIELDS, "block_count": GLM_LAYERS + modules, "nextn_predict_layers": modules, "expert_count": experts}
+    file = ExpertFile(path, "glm4moe", shape_fields({**own, **(fields or {})}), seed)
+    for name in ("token_embd", "output"):
+        file.add(f"{name}.weight", f"{TOP_NAMES[name]}.weight", (VOCAB, HIDDEN), kind)
+    file.norm("output_norm.weight", "model.norm.weight", HIDDEN)
+    for layer in range(GLM_LAYERS + modules):
+        _add_glm_layer(file, layer, kind, qk_norm, experts)
+    meant = file.close("gpt-4o")
+    return {name: weight for name, weight in meant.items() if not name.startswith(f"model.layers.{GLM_LAYERS}")}
+
+
+def _add_glm_layer(file: ExpertFile, layer: int, kind: Kind, qk_norm: bool, experts: int) -> None:
+    ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
+    wide, shared = 3 * WIDE, SHARED * WIDE
+    mlp = {"ffn_gate": (wide, HIDDEN), "ffn_up": (wide, HIDDEN), "ffn_down": (HIDDEN, wide)}
+    if layer >= GLM_DENSE:
+        mlp = {"ffn_gate_shexp": (shared, HIDDEN), "ffn_up_shexp": (shared, HIDDEN), "ffn_down_shexp": (HIDDEN, shared)}
+        for name, shape in STACKS.items():
+            file.add(
+                f"{ours}.{name}.weight", f"{theirs}.mlp.experts.*.{OF_EXPERTS[name]}.weight", (experts, *shape), kind
+            )
+        file.add(f"{ours}.ffn_gate_inp.weight", f"{theirs}.mlp.gate.weight", (experts, HIDDEN), Kind.F32)
+        file.add(f"{ours}.exp_probs_b.bias", f"{theirs}.mlp.gate.e_score_correction_bias", (experts,), Kind.F32)
+    for name, shape in {**MATRICES, **mlp}.items():
+        file.add(f"{ours}.{name}.weight", f"{theirs}.{GLM_NAMES[name]}.weight", shape, kind)
+    for name in ("attn_q", "attn_k", "attn_v"):
+        file.add(f"{ours}.{name}.bias", f"{theirs}.{NAMES[name]}.bias", MATRICES[name][:1], Kind.F32)
+    norms = {"attn_norm": HIDDEN, "post_attention_norm": HIDDEN}
+    for name, size in (norms | ({"attn_q_norm": DIM, "attn_k_norm": DIM} if qk_norm else {})).items():
+        file.norm(f"{ours}.{name}.weight", f"{theirs}.{GLM_NAMES[name]}.weight", size)
+    if layer >= GLM_LAYERS:
+        file.add(f"{ours}.nextn.eh_proj.weight", f"{theirs}.eh_proj.weight", (HIDDEN, 2 * HIDDEN), kind)

@@ -24,9 +24,13 @@ ARCHITECTURES = {  # Hugging Face's class and type of model
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
 }
-WITH_EXPERTS = ("qwen3moe", "gpt-oss")  # their ropes may be YaRN's too
-ENDS = {"gpt-oss": ("<|call|>", "<|endoftext|>")}  # a call of a tool is one
+WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")  # their ropes may be YaRN's too
+ENDS = {  # of a turn; a call of a tool is one
+    "gpt-oss": ("<|call|>", "<|endoftext|>"),
+    "glm4moe": ("<|user|>", "<|observation|>"),
+}
 TOKENIZER = "tokenizer.json"
 FROM_BESIDE = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)  # of the rope of Llama 3.1 and its kin
@@ -45,7 +49,7 @@ def convert(source: Path, folder: Path, progress: Callable[[str, float], None]) 
     stored = GgufTensors(file, torch.bfloat16)
     tensors: dict[str, torch.Tensor] = {}
     for i, name in enumerate(stored):
-        tensors[name] = stored.floats(name).to(torch.bfloat16).contiguous()
+        tensors[name] = stored.floats(name).to(stored.dtype_of(name)).contiguous()
         progress("converting weights", (i + 1) / len(stored))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it readable by its owner alone
@@ -96,8 +100,6 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
     vocab, hidden = file.tensors["token_embd.weight"].shape
     heads = fields.whole("attention.head_count")
     dim = fields.whole("attention.key_length", hidden // heads)
-    if fields.whole("rope.dimension_count", dim) != dim or fields.whole("attention.value_length", dim) != dim:
-        raise fields.refused("heads of which rope turns a part, and values of another width, are not supported")
     architecture, kind = ARCHITECTURES[fields.architecture]
     return (
         {
@@ -106,7 +108,7 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
             "torch_dtype": "bfloat16",
             "vocab_size": vocab,
             "hidden_size": hidden,
-            "num_hidden_layers": fields.whole("block_count"),
+            "num_hidden_layers": fields.num_layers(),
             "num_attention_heads": heads,
             "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
             "head_dim": dim,
@@ -120,9 +122,27 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
             "bos_token_id": fields.token("bos"),
             "eos_token_id": fields.token("eos"),
         }
+        | _heads(file, fields, dim)
         | _rope_scaling(file, fields, dim)
         | _mlps(fields)
     )
+
+
+def _heads(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
+    """What sets the attention of an architecture apart, by the tensors where no field says it. Raises ConfigError for
+    heads that no family has."""
+    turned, glm = fields.whole("rope.dimension_count", dim), fields.architecture == "glm4moe"
+    share = turned / dim
+    in_part = glm and turned in range(2, dim, 2) and int(dim * share) == turned
+    if fields.whole("attention.value_length", dim) != dim or not (turned == dim or in_part):
+        raise fields.refused("heads of which rope turns a part, and values of another width, are not supported")
+    if not glm:
+        return {}
+    return {
+        "partial_rotary_factor": share,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
 
 
 def _mlps(fields: Fields) -> dict[str, Any]:

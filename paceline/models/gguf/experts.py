@@ -6,8 +6,10 @@ from typing import Any
 
 from paceline.models.gguf.fields import Fields
 
-# What a field may say of how rows choose their experts: a softmax over all of them, no groups, none that always run.
-ROUTING: dict[str, tuple[float, ...]] = {
+Allowed = dict[str, tuple[float, ...]]  # what a field may say of how rows choose their experts
+GROUPED = ("glm4moe",)  # a sigmoid for each expert, in groups, beside shared experts and dense first layers
+SIGMOID: Allowed = {"expert_gating_func": (0, 2), "moe_every_n_layers": (0, 1)}
+SOFTMAX: Allowed = {  # over all of them: no groups, none that always run
     "expert_gating_func": (0, 1),
     "expert_weights_scale": (0, 1),
     "expert_group_count": (0, 1),
@@ -20,7 +22,7 @@ ROUTING: dict[str, tuple[float, ...]] = {
 
 def expert_config(fields: Fields) -> dict[str, Any]:
     """Fields of config.json. Raises ConfigError for counts that do not fit each other, and for another routing."""
-    for name, allowed in ROUTING.items():
+    for name, allowed in (SIGMOID if fields.architecture in GROUPED else SOFTMAX).items():
         if (value := fields.get(name)) is not None and value not in allowed:
             raise fields.refused(f"{fields.architecture}.{name} {value!r} is not supported")
     count, used = fields.expert_count(), fields.whole("expert_used_count")
@@ -29,13 +31,26 @@ def expert_config(fields: Fields) -> dict[str, Any]:
     wide = fields.whole("expert_feed_forward_length")
     if fields.architecture == "gpt-oss":
         return {"num_local_experts": count, "num_experts_per_tok": used, "intermediate_size": wide} | _windows(fields)
-    return {
+    named = {"num_experts_per_tok": used, "moe_intermediate_size": wide}
+    if fields.architecture in GROUPED:
+        return named | {"n_routed_experts": count} | _grouped(fields)
+    return named | {
         "num_experts": count,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": wide,
         "norm_topk_prob": fields.get("expert_weights_norm") is not False,  # files of the family do not say it
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _grouped(fields: Fields) -> dict[str, Any]:
+    """The rest of a family of GROUPED. A file that does not say whether weights sum to one has them as they are."""
+    return {
+        "n_shared_experts": fields.count("expert_shared_count"),
+        "n_group": fields.count("expert_group_count") or 1,
+        "topk_group": fields.count("expert_group_used_count") or 1,
+        "norm_topk_prob": fields.get("expert_weights_norm") is True,
+        "routed_scaling_factor": float(fields.number("expert_weights_scale", 1.0)) or 1.0,
+        "first_k_dense_replace": fields.count("leading_dense_block_count"),
     }
 
 

@@ -8,6 +8,8 @@ from paceline.errors import ConfigError
 from paceline.models.gguf.file import GgufFile
 from paceline.models.moe_config import MAX_EXPERTS
 
+WITH_MODULES = ("glm4moe",)  # architectures whose files may have MTP modules: layers after the last, which stay there
+
 
 class Fields:
     """Fields of one architecture, named from ``architecture.`` on."""
@@ -34,9 +36,30 @@ class Fields:
             raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a whole number above 0")
         return value
 
+    def count(self, name: str) -> int:
+        """A whole number; 0 where the file does not say."""
+        value = self.number(name, 0)
+        if not isinstance(value, int):
+            raise self.refused(f"{self.architecture}.{name} is {value!r}, expected a whole number")
+        return value
+
     def get(self, name: str) -> Any:
         """A field of the architecture; None where it has none."""
         return self._fields.get(f"{self.architecture}.{name}")
+
+    def num_layers(self) -> int:
+        """Layers of the model. Raises ConfigError where MTP modules leave none."""
+        blocks, modules = self.whole("block_count"), self._num_modules()
+        if modules >= blocks:
+            raise self.refused(f"{self.architecture}.nextn_predict_layers is {modules} of {blocks} blocks")
+        return blocks - modules
+
+    def is_module(self, layer: int) -> bool:
+        """Whether a layer, by its number, is an MTP module."""
+        return self._num_modules() > 0 and self.num_layers() <= layer < self.whole("block_count")
+
+    def _num_modules(self) -> int:
+        return self.count("nextn_predict_layers") if self.architecture in WITH_MODULES else 0
 
     def expert_count(self) -> int:
         """Experts of each layer. Raises ConfigError for fewer than 2, or more than MAX_EXPERTS."""

@@ -17,9 +17,10 @@ from gguf.quants import dequantize
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight
-from paceline.models.gguf.blocks import IN_CODES, weight_of_blocks
+from paceline.models.gguf.blocks import IN_CODES
 from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile, GgufTensor
+from paceline.models.gguf.matrices import weight_of_blocks
 from paceline.models.quantization.fusing import reordered
 
 ATTENTION = {
@@ -34,18 +35,31 @@ NORMED = ATTENTION | {
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
 }
-DENSE = NORMED | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+DENSE = NORMED | MLP
 EACH = "*"  # in a name: the number of an expert
 EXPERTS = {
     "ffn_gate_exps": f"mlp.experts.{EACH}.gate_proj",
     "ffn_up_exps": f"mlp.experts.{EACH}.up_proj",
     "ffn_down_exps": f"mlp.experts.{EACH}.down_proj",
 }
-SINKS = "attn_sinks"  # no weight of a layer: its name has no last part
-OSS = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router", SINKS: "self_attn.sinks"}
+SINKS, CORRECTION = "attn_sinks", "exp_probs_b"
+LONE = (SINKS, CORRECTION)  # no weights of layers: their names have no last part
+AFTER = {"post_attention_norm": "post_attention_layernorm"}
+OSS = AFTER | {"ffn_gate_inp": "mlp.router", SINKS: "self_attn.sinks"}
+GLM = AFTER | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "mlp.gate",
+    CORRECTION: "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 LAYER_NAMES = {  # of the other architectures: DENSE
     "qwen3moe": NORMED | EXPERTS | {"ffn_gate_inp": "mlp.gate"},
     "gpt-oss": ATTENTION | EXPERTS | OSS,
+    "glm4moe": ATTENTION | MLP | EXPERTS | GLM,
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"  # no weight: how far rope is stretched, see convert
@@ -66,7 +80,7 @@ def hugging_face_name(name: str, architecture: str = "llama") -> str:
     if block != "blk" or not layer.isdecimal() or part not in names or last not in ("weight", "bias"):
         raise ConfigError("model", f"GGUF tensor {name} is not one of the architecture {architecture}")
     whole = f"model.layers.{layer}.{names[part]}"
-    return whole if part == SINKS else f"{whole}.{last}"
+    return whole if part in LONE else f"{whole}.{last}"
 
 
 def row_order(rows: int, heads: int) -> torch.Tensor:
@@ -102,7 +116,7 @@ class GgufTensors(Mapping[str, LinearWeight]):
         """Raises ConfigError naming a tensor, or a type, that is not known here, and a tensor of all experts that is
         not one of as many as the file says."""
         self._file, self._dtype, self._fields = file, dtype, Fields(file)
-        tensors = [tensor for tensor in file.tensors.values() if tensor.name != ROPE_FACTORS]
+        tensors = [t for t in file.tensors.values() if t.name != ROPE_FACTORS and not self._is_of_module(t)]
         kinds = {tensor.kind for tensor in tensors}
         if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *IN_CODES)):
             known = ", ".join(kind.name for kind in (*PLAIN, *IN_CODES))
@@ -111,6 +125,11 @@ class GgufTensors(Mapping[str, LinearWeight]):
         for tensor in tensors:
             self._place(tensor)
         self._heads = self._interleaved_heads()
+
+    def _is_of_module(self, tensor: GgufTensor) -> bool:
+        block, _, rest = tensor.name.partition(".")
+        layer = rest.partition(".")[0]
+        return block == "blk" and layer.isdecimal() and self._fields.is_module(int(layer))
 
     def _place(self, tensor: GgufTensor) -> None:
         name = hugging_face_name(tensor.name, self._fields.architecture)
@@ -146,6 +165,13 @@ class GgufTensors(Mapping[str, LinearWeight]):
         order = self._order(place.tensor)
         return values if order is None else values[order]
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """What a tensor of floats is given in."""
+        return torch.float32 if name.endswith(GLM[CORRECTION]) else self._dtype  # see registry.KEPT_FLOAT32
+
+    def _in_codes(self, place: _Place) -> bool:
+        return place.tensor.kind in IN_CODES and len(place.shape) == 2
+
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
         part = tensor.name.split(".")[-2]
         if not (heads := self._heads.get(part)):
@@ -156,8 +182,8 @@ class GgufTensors(Mapping[str, LinearWeight]):
 
     def __getitem__(self, name: str) -> LinearWeight:
         place = self._places[name]
-        if place.tensor.kind not in IN_CODES or len(place.shape) != 2:
-            return self.floats(name).to(self._dtype)
+        if not self._in_codes(place):
+            return self.floats(name).to(self.dtype_of(name))
         weight = weight_of_blocks(place.rows(self._file), place.tensor.kind)
         order = self._order(place.tensor)
         return weight if order is None else reordered(weight, order)

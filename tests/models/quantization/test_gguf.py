@@ -21,8 +21,9 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
 from paceline.models.digest import weights_digest
-from paceline.models.gguf.blocks import KEPT, weight_of_blocks
+from paceline.models.gguf.blocks import KEPT
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.matrices import weight_of_blocks
 from paceline.models.gguf.tensors import GgufTensors
 from paceline.models.gguf.tokenizer import PRE_TOKENIZERS
 from paceline.models.registry import open_checkpoint
