@@ -2,7 +2,8 @@
 Beside them stands a load of clients with a key.
 
 Each is a context: the crowd is there while the block runs. Addresses are ``host:port``. ``beside`` runs one in a
-process of its own, where it does not hold up whoever measures.
+process of its own, where it does not hold up whoever measures. ``missing`` says what a crowd did not do that it came
+for.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.nodes.listening import raise_open_files
 
-SLOW_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
+SLOW_BUFFER, SLOW_SEGMENT = 4096, 536  # bytes: with both the kernels take 100 KB for a client that does not read
 WATCHES_OF_CHANNEL = 64
 PAUSE_S = 0.01  # after a refusal
 BODY_BYTES = 8 * 2**20
+HELD_S = 30.0  # that a client reads nothing: longer than ``read_timeout_s``, whose default is 15
+UNREAD_TOKENS = 4000  # that it asks for: more than buffers on the way take
+REST_S = 10.0  # for what it is told once it reads
+GIVEN_UP = "given up"
 END_S = 20.0  # for a crowd to leave
 
 
@@ -67,40 +72,61 @@ def _post(path: str, key: Mapping[str, str], length: int) -> bytes:
 
 @asynccontextmanager
 async def non_readers(doors: Doors, count: int = 5) -> AsyncIterator[None]:
-    """Long streams that nobody reads; who is cut off comes again."""
+    """Long streams that nobody reads for HELD_S; then each client hears what became of its own, and comes again."""
     host, _, port = doors.http.rpartition(":")
-    body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}).encode()
+    asked = {"prompt": "x", "max_tokens": UNREAD_TOKENS, "ignore_eos": True, "stream": True, "logprobs": 5}
+    body = json.dumps(asked).encode()
 
     async def ask() -> str:
-        asking = socket.socket()
+        asking, loop = socket.socket(), asyncio.get_running_loop()
         try:
             asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
+            asking.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SLOW_SEGMENT)
             asking.setblocking(False)
-            loop = asyncio.get_running_loop()
             await loop.sock_connect(asking, (host, int(port)))
             await loop.sock_sendall(asking, _post("/v1/completions", doors.key, len(body)) + body)
-            await asyncio.sleep(5.0)
+            doors.told["asked"] += 1
+            await asyncio.sleep(HELD_S)
+            return await _became(asking)
         finally:
             asking.close()
-        return "did not read for 5 s"
 
     async with _beside([asyncio.create_task(_again_and_again(ask, doors.told)) for _ in range(count)]):
         yield
 
 
+async def _became(asking: socket.socket) -> str:
+    """What a client is told that reads at last."""
+    said = b""
+    try:
+        async with asyncio.timeout(REST_S):
+            while part := await asyncio.get_running_loop().sock_recv(asking, 1 << 16):
+                said += part
+                if not said.startswith(b"HTTP/1.1 200"):
+                    return said.partition(b"\r\n")[0].decode()
+                if b"chunks waiting" in said:
+                    return GIVEN_UP
+                if b"[DONE]" in said:
+                    return "served to its end"
+    except TimeoutError:
+        return "no end"
+    return "cut off"
+
+
 @asynccontextmanager
 async def idle_sockets(doors: Doors, count: int = 1100) -> AsyncIterator[None]:
     """Connections to either door that say nothing."""
-    writers = []
+    made = []
     for number in range(count):
         host, _, port = (doors.http, doors.grpc)[number % 2].rpartition(":")
         with suppress(OSError):
-            writers.append((await asyncio.open_connection(host, int(port)))[1])
-    doors.told["connected"] += len(writers)
+            made.append(await asyncio.open_connection(host, int(port)))
+    doors.told["connected"] += len(made)
     try:
         yield
     finally:
-        for writer in writers:
+        doors.told["open to the end"] += sum(not reader.at_eof() for reader, _ in made)
+        for _, writer in made:
             writer.close()
 
 
@@ -139,6 +165,7 @@ async def large_bodies(doors: Doors, count: int = 4096, at_once: int = 512) -> A
             await asyncio.Event().wait()
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
+            doors.told["begun"] += 1
             writer.write(_post("/v1/completions", doors.key, BODY_BYTES))
             for _ in range(BODY_BYTES // 65536):
                 writer.write(b" " * 65536)
@@ -167,16 +194,29 @@ async def claiming(doors: Doors, count: int, has_key: bool) -> AsyncIterator[Non
             yield
 
 
-Crowd = Callable[[Doors], AbstractAsyncContextManager[None]]
+@dataclass(frozen=True)
+class Crowd:
+    """How it comes, and what shows that it came. least: of what it is told, how often. window_s: it is there for."""
+
+    come: Callable[[Doors], AbstractAsyncContextManager[None]]
+    least: Mapping[str, int]
+    window_s: float = 15.0
+
+
 LOAD = "10 with a key"  # they generate as any client does, so their share of the cores is theirs
 CROWDS: dict[str, Crowd] = {
-    "5 that do not read": non_readers,
-    "1,100 idle connections": idle_sockets,
-    "1,024 watchers": watchers,
-    "4,096 bodies of 8 MiB": large_bodies,
-    "100 false tenants": partial(claiming, count=100, has_key=False),
-    LOAD: partial(claiming, count=10, has_key=True),
+    "5 that do not read": Crowd(non_readers, {"asked": 5, GIVEN_UP: 2}, 45.0),
+    "1,100 idle connections": Crowd(idle_sockets, {"connected": 1100}),
+    "1,024 watchers": Crowd(watchers, {"watches": 64, "RESOURCE_EXHAUSTED": 960}),
+    "4,096 bodies of 8 MiB": Crowd(large_bodies, {"begun": 512, "HTTP/1.1 429 Too Many Requests": 256}, 45.0),
+    "100 false tenants": Crowd(partial(claiming, count=100, has_key=False), {"401": 200}),
+    LOAD: Crowd(partial(claiming, count=10, has_key=True), {"200": 50}),
 }
+
+
+def missing(name: str, told: Mapping[str, int]) -> dict[str, int]:
+    """What shows that a crowd came and was told too seldom, and how often it was; empty when it came."""
+    return {what: told.get(what, 0) for what, least in CROWDS[name].least.items() if told.get(what, 0) < least}
 
 
 @asynccontextmanager
@@ -203,7 +243,7 @@ async def _crowd(name: str, grpc_address: str, http_address: str, key: str) -> N
     """Until stdin ends."""
     raise_open_files()
     doors = Doors(grpc_address, http_address, json.loads(key))
-    async with CROWDS[name](doors):
+    async with CROWDS[name].come(doors):
         print("there", flush=True)
         await asyncio.to_thread(sys.stdin.read)
     print(json.dumps(doors.told), flush=True)

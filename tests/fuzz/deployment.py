@@ -19,6 +19,7 @@ import httpx
 
 from cluster.state.embedded_redis import EmbeddedRedis
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
+from tests.fuzz.honest import Honest
 from tests.multihost.small_model import write_model
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
@@ -41,6 +42,7 @@ class Deployment:
     grpc: str
     http: str
     nodes: dict[str, str]  # role -> address
+    honest: Honest  # clients that mean well
     answer: tuple[int, ...] = field(default=())  # to the good request
 
     def alive(self) -> None:
@@ -124,7 +126,7 @@ def deployment() -> Iterator[Deployment]:
         for role in ("prefill", "decode", "router"):
             logs[role] = folder / f"{role}.log"
             processes[role] = _start(role, str(folder / "tiny"), redis.url, logs[role])
-        made = Deployment(processes, logs, "", "", {})
+        made = Deployment(processes, logs, "", "", {}, Honest(folder / "honest.log"))
         try:
             made.nodes = {role: _line(made, role) for role in ("prefill", "decode")}
             router = processes["router"]
@@ -136,6 +138,7 @@ def deployment() -> Iterator[Deployment]:
             yield made
             made.alive()
         finally:
+            made.honest.close()
             _stop(made)
 
 

@@ -27,7 +27,6 @@ from tests.support.two_routers import JOURNAL_KEY
 CONTEXT = 96  # tokens of prompt and output: bounds the work of every message that happens to be valid
 GRACE_S = 2.0
 MODEL = "tiny"
-LEASE_TTL_S = 20.0  # this machine may be busy: no node is to be given up for being slow
 
 
 def options(folder: str) -> ServeConfig:
@@ -42,7 +41,6 @@ def options(folder: str) -> ServeConfig:
         max_model_len=CONTEXT,
         kv_cache_tokens=16384,
         max_waiting=512,
-        lease_ttl_s=LEASE_TTL_S,
         request_timeout_s=60.0,
         reserve_deadline_s=10.0,
         handoff_deadline_s=10.0,
@@ -50,7 +48,8 @@ def options(folder: str) -> ServeConfig:
 
 
 def run_node(role: str, folder: str, redis_url: str) -> None:
-    host = NodeHost(role, f"{role}-0", 1, options(folder).node(threads=1), Registry(redis_url, LEASE_TTL_S))
+    config = options(folder)
+    host = NodeHost(role, f"{role}-0", 1, config.node(threads=1), Registry(redis_url, config.lease_ttl_s))
     print(host.start(), flush=True)
     sys.stdin.read()
     host.stop(GRACE_S)
@@ -60,7 +59,7 @@ async def run_router(folder: str, redis_url: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s router %(levelname)s %(name)s: %(message)s")
     config = options(folder)
     sys.stdin.readline()
-    directory = NodeDirectory(redis_url, LEASE_TTL_S)
+    directory = NodeDirectory(redis_url, config.lease_ttl_s)
     await directory.start()
     metrics = Metrics()
     metrics.watch_nodes(directory.nodes)

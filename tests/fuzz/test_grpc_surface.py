@@ -11,7 +11,7 @@ import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.fuzz.campaign import ANSWER_S, FULL, SEED, campaign, reached, seeded
+from tests.fuzz.campaign import ANSWER_S, FULL, SEED, Kept, campaign, reached, seeded
 from tests.fuzz.deployment import Deployment
 from tests.fuzz.grpc_calls import RPCS, wrong
 from tests.fuzz.grpc_sending import CHANNEL, Sender
@@ -20,9 +20,9 @@ from tests.fuzz.proto_mutations import noise
 MESSAGES = FULL or 700
 
 
-async def test_messages_that_are_wrong(served: Deployment) -> None:
+async def test_messages_that_are_wrong(served: Deployment, kept: Kept) -> None:
     async with grpc.aio.insecure_channel(served.grpc, options=CHANNEL) as channel:
-        seen = await campaign("grpc", served, MESSAGES, seeded("grpc", wrong), Sender(channel).send)
+        seen = await campaign("grpc", served, MESSAGES, seeded("grpc", wrong), Sender(channel).send, kept)
     reached(seen, 0.1, "OK", "INVALID_ARGUMENT")
     reached(seen, 0, "NOT_FOUND")
 

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.fuzz.campaign import FULL, campaign, reached, seeded
+from tests.fuzz.campaign import FULL, Kept, campaign, reached, seeded
 from tests.fuzz.deployment import Deployment
 from tests.fuzz.grpc_calls import Rpc, wrong
 from tests.fuzz.grpc_sending import CHANNEL, Sender
@@ -20,9 +20,9 @@ ALSO = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION, grpc.S
 
 
 @pytest.mark.parametrize(("role", "rpcs"), [("prefill", PREFILL_RPCS), ("decode", DECODE_RPCS)])
-async def test_messages_that_are_wrong(served: Deployment, role: str, rpcs: tuple[Rpc, ...]) -> None:
+async def test_messages_that_are_wrong(served: Deployment, kept: Kept, role: str, rpcs: tuple[Rpc, ...]) -> None:
     valid = NodeMessages(served.nodes, served.node_status("decode", served.nodes["decode"]).fingerprint)
     make = seeded(role, functools.partial(wrong, rpcs=rpcs, valid=valid))
     async with grpc.aio.insecure_channel(served.nodes[role], options=CHANNEL) as channel:
-        seen = await campaign(role, served, MESSAGES, make, Sender(channel, ALSO).send)
+        seen = await campaign(role, served, MESSAGES, make, Sender(channel, ALSO).send, kept)
     reached(seen, 0.05, "OK", "INVALID_ARGUMENT")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.fuzz.campaign import FULL, SEED, campaign
+from tests.fuzz.campaign import FULL, SEED, Kept, campaign
 from tests.fuzz.deployment import Deployment
 from tests.fuzz.http_cases import GENERATIONS, HttpCase, bounded, request
 from tests.fuzz.http_sending import HttpSender
@@ -22,10 +22,11 @@ _ALL = settings(deadline=None, database=None, phases=[Phase.generate], suppress_
 
 
 @pytest.mark.skipif(not FULL, reason="slow: make fuzz-surface runs it")
-async def test_requests_of_schemathesis(served: Deployment) -> None:
+async def test_requests_of_schemathesis(served: Deployment, kept: Kept) -> None:
     document = httpx.get(f"http://{served.http}/openapi.json", timeout=10).json()
     cases = drawn(document, CASES)
-    await campaign("schemathesis", served, len(cases), cases.__getitem__, HttpSender(served.http, document).send)
+    send = HttpSender(served.http, document).send
+    await campaign("schemathesis", served, len(cases), cases.__getitem__, send, kept)
 
 
 def drawn(document: dict[str, Any], count: int) -> list[HttpCase]:
