@@ -41,6 +41,9 @@ class Figures:
     heads: HeadReport | None
 
 
+NOTHING = Figures(None, {}, None)
+
+
 def figures_key(runner: ModelRunner, config: NodeConfig) -> str:
     """Equal for two starts exactly when what one measured holds for the other."""
     identity, options = runner.identity, config.model_dump(mode="json", exclude=WITHOUT)
@@ -68,7 +71,10 @@ def read_figures(key: str) -> Figures | None:
 
 
 def keep_figures(key: str, figures: Figures) -> None:
-    """Keep them for later starts. Where that is not possible, later starts measure anew."""
+    """Keep them for later starts. Where that is not possible, later starts measure anew. Where nothing was measured
+    nothing is kept: its file would take the place of another's."""
+    if figures == NOTHING:
+        return
     drafts = {name: _cells(grid) for name, grid in figures.drafts.items()}
     kept = {
         "target": None if figures.target is None else _cells(figures.target),

@@ -60,6 +60,7 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
     for number in range(kept_figures.MOST_FILES + 3):
         keep_figures(f"{number:03d}", FIGURES)
         os.utime(tmp_path / "measured" / f"{number:03d}.json", (number, number))
+    keep_figures("999", Figures(None, {}, None))  # nothing was measured, nothing goes
     assert {path.stem for path in (tmp_path / "measured").iterdir()} == {
         f"{number:03d}" for number in range(3, kept_figures.MOST_FILES + 3)
     }
