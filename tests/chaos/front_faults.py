@@ -11,6 +11,7 @@
 | `raylet kill`     | the same of its raylet, and so of its nodes     | another one comes                    |
 | `redis kill`      | kill -9; an empty one comes at its address      | routers that heard nothing of Redis  |
 | `redis stop`      | SIGSTOP                                         | the same                             |
+| `redis cut off`   | nothing reaches it, on no connection, old or new | the same, and packets refused       |
 | `redis slow`      | SIGSTOP and SIGCONT in turn                     | what an answer took                  |
 | `redis read-only` | it takes no writes                              | the writes that it refused           |
 | `redis full`      | it has no memory for writes                     | the same                             |
@@ -44,7 +45,8 @@ SUPERVISOR_AWAY_S = 6.0  # longer than its lease, and than another one takes to 
 TAKEN_OVER_S = 45.0  # until another one supervises, all nodes being there again
 RAY_KINDS = ("gcs kill", "raylet kill")  # of a private one
 RAY_BACK_S = 45.0  # until there is another one, of whichever process was killed
-REDIS_KINDS = ("redis kill", "redis stop", "redis slow", "redis read-only", "redis full")
+REDIS_KINDS = ("redis kill", "redis stop", "redis cut off", "redis slow", "redis read-only", "redis full")
+CUT_KINDS = ("router cut off", "redis cut off")  # not to be done where nobody may touch another process's sockets
 AWAY_S = (2.5, 4.0)  # longer than it takes to be noticed
 REDIS_AWAY_S = (1.0, 4.0)  # shorter and longer than a lease
 TURN_S = (0.25, 0.05)  # of a slow Redis: stopped, let go on
@@ -104,6 +106,8 @@ class FrontInjector:
                 return await self._unheard(self._redis_killed(held_s))
             case "redis stop":
                 return await self._unheard(stop(self.redis.pid, held_s))
+            case "redis cut off":
+                return await self._unheard(isolate(self.redis.pid, held_s))
             case "redis slow":
                 return await self._slow(held_s)
             case "redis read-only":
@@ -251,7 +255,7 @@ class FrontInjector:
             process.send_signal(signal.SIGCONT)
             asking.cancel()
         slow = sum(one >= SLOW_S for one in took)
-        if slow < len(took) / 2:
+        if not took or slow < len(took) / 2:
             raise NothingThere(f"{slow} of {len(took)} answers were slow")
         return (
             f"{slow} of {len(took)} answers took longer than {SLOW_S} s, {statistics.median(took):.2f} s at the median"

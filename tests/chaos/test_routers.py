@@ -25,7 +25,7 @@ from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
 from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Fault, Injector, Node, kinds, plan
 from tests.chaos.front import Front, outside_ray
-from tests.chaos.front_faults import RAY_KINDS, REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
+from tests.chaos.front_faults import CUT_KINDS, RAY_KINDS, REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
 from tests.chaos.front_report import noting, pauses, resumes, stories, table
 from tests.chaos.http_load import HttpRouters, make_http_requests, serve_http
 from tests.chaos.load import Load, Request, Served, make_requests, serve, undisturbed
@@ -38,7 +38,7 @@ pytestmark = [needs_kernels, pytest.mark.e2e]
 
 JOINED = ["joined-1", "joined-2"]
 SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
-SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
+SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis cut off")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
 RETRIES = 40  # of a client, 2 s apart in the end: all nodes may have to start, and longer than one waits by default
@@ -179,7 +179,7 @@ async def disturb(run: Run, size: Size, began: float) -> None:
     node_kinds = kinds() if size.full else SHORT_NODE_KINDS
     front_kinds = size.faults
     if not set(LINK_KINDS) <= set(kinds()):  # a long run fails for it
-        front_kinds = tuple(kind for kind in front_kinds if kind != "router cut off")
+        front_kinds = tuple(kind for kind in front_kinds if kind not in CUT_KINDS)
     async with asyncio.TaskGroup() as group:
         group.create_task(run.nodes.run(plan(node_kinds, size.seed, size.seconds, node_gap), began))
         group.create_task(run.front.run(plan(front_kinds, size.seed, size.seconds, front_gap), began))

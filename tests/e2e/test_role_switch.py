@@ -9,9 +9,11 @@ import asyncio
 import json
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from paceline.client import AsyncClient
@@ -26,6 +28,10 @@ pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(300)]
 OPTIONS = ("--prefill-nodes", "2", "--decode-nodes", "1", "--drafter", "ngram", "--kv-cache-tokens", "32768")
 NOTICE_TIMEOUT_S = 10.0  # until the router has read what the registry knows
 STREAMS, TOKENS = 4, 400
+REDIS = "paceline-redis-"  # in the command line of the one that ``serve`` starts: its folder
+# Until a request is served that came when Redis and the only decode node were gone. Three times what is asked for:
+# other tests run beside.
+AGAIN_S = 45.0
 
 
 async def texts(client: AsyncClient, started: asyncio.Event) -> list[tuple[int, ...]]:
@@ -92,7 +98,9 @@ async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
                     await asyncio.sleep(0.05)
             assert await texts(client, asyncio.Event()) == undisturbed
             await come_and_go(server, client, tls, undisturbed)
-        await are_counted(server, tls, failed)
+            await are_counted(server, tls, failed)
+            await redis_then_the_decode_node(server, client, tls)
+            assert await texts(client, asyncio.Event()) == undisturbed
 
 
 async def handshakes_that_fail(server: Server) -> int:
@@ -105,6 +113,19 @@ async def handshakes_that_fail(server: Server) -> int:
         await asyncio.wait_for(reader.read(), NOTICE_TIMEOUT_S)
         writer.close()
     return len(addresses)
+
+
+async def redis_then_the_decode_node(server: Server, client: AsyncClient, tls: Path) -> None:
+    """kill -9 of the Redis that ``serve`` started, then of its only decode node: requests wait, and are served soon."""
+    listed = json.loads((await nodes(server, tls, "list", "--json")).stdout)
+    (decode,) = (node["pid"] for node in listed if node["role"] == "decode")
+    (its_redis,) = (one for one in server.processes() if REDIS in " ".join(one.cmdline()))
+    its_redis.kill()
+    psutil.Process(decode).kill()
+    began = time.monotonic()
+    async with asyncio.timeout(AGAIN_S):
+        await client.generate("again", max_tokens=4, ignore_eos=True)
+    print(f"served again {time.monotonic() - began:.1f} s after Redis and the decode node were killed")
 
 
 async def are_counted(server: Server, tls: Path, failed: int) -> None:

@@ -26,6 +26,7 @@ from tests.support.scripted_nodes import MAX_MODEL_LEN, FakeRegistry
 from tests.support.tiny_http import MODEL, served
 
 GRACE_S = 6.0
+SOON_S = 9.0  # three times what is asked for, beside other tests: beyond the time for which requests wait for a node
 
 
 async def test_no_tenant_learns_what_another_has_cached(tmp_path: Path) -> None:
@@ -98,16 +99,21 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
 
 
 async def _told(client: httpx.AsyncClient, url: str) -> str:
-    """The answer to a request; empty where there is none, since nobody listens any more."""
+    """What a request that cannot be served is told soon: 503, and when to come back. Empty where nobody listens any
+    more."""
+    began = time.monotonic()
     try:
-        return (await client.post(url, json={"prompt": "hi"})).text
+        reply = await client.post(url, json={"prompt": "hi"})
     except httpx.TransportError:
         return ""
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert time.monotonic() - began < SOON_S
+    return reply.text
 
 
 async def test_a_front_door_that_drains_takes_nothing_new_and_ends_what_runs() -> None:
     """Mutants: HTTP goes on while gRPC drains; new requests are taken until the grace is over; both graces, one after
-    the other."""
+    the other; a request waits for a node longer than it was told to, or for a router that stops."""
     redis = Embedded()
     free = dict.fromkeys(("grpc", "http"), "127.0.0.1:0")
     asked = {"model": "tiny", "drafter": "none", "queue_timeout_s": 0.2}
@@ -120,7 +126,7 @@ async def test_a_front_door_that_drains_takes_nothing_new_and_ends_what_runs() -
         place = front.router._admission.enter(1)  # a request that runs
         url = f"http://{front.http_address}/v1/completions"
         async with httpx.AsyncClient() as client, AsyncClient(front.grpc_address, retries=0) as sdk:
-            assert (await client.post(url, json={"prompt": "hi"})).status_code == 503  # there is no node
+            assert "no decode node is alive" in await _told(client, url)
             began = time.monotonic()
             ending = asyncio.create_task(made.stop(GRACE_S))
             with pytest.raises(NodeUnavailable, match="takes no new requests"):
