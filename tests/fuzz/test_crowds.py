@@ -91,7 +91,7 @@ async def test_an_honest_tenant_beside_each_crowd(server: Server, kept: Kept) ->
         kept[name] = {"honest": measured, "told": dict(doors.told)}
         told = ", ".join(f"{what} {value:.4g}" for what, value in measured.items())
         print(f"{name}: {told}; told: {dict(doors.told)}", flush=True)
-        late = first > max(FIRST_TOKEN * alone, FLOOR_S) or longest > LONGEST_S
+        late = first > max(FIRST_TOKEN * alone, FLOOR_S, crowd.first_s) or longest > LONGEST_S
         if (late and name != LOAD) or gap > GAP_S or peak_mib > ROUTER_MIB:
             problems.append(f"{name}: {told}")
         if few := missing(name, doors.told):
