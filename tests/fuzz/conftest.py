@@ -22,14 +22,15 @@ def served() -> Iterator[Deployment]:
 
 
 @pytest.fixture(scope="session")
-def kept() -> Iterator[Kept]:
-    """Written at the end where a file is named."""
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    """Written at the end where a file is named, also of a run that failed."""
     found: Kept = {}
     yield found
     if KEEP:
         told = {
             "made_by": f"PACELINE_FUZZ_KEEP={KEEP} PACELINE_FUZZ_SEED={SEED} make fuzz-surface",
             "messages": FULL,
+            "tests_failed": request.session.testsfailed,
             "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": {"cores": os.cpu_count(), "processor": _processor(), "python": platform.python_version()},
             "found": found,

@@ -44,8 +44,7 @@ class Report:
         return [*self.wrong, *late, *(f"no stream over {way}" for way in ("grpc", "http") if not self.done.get(way))]
 
     def __str__(self) -> str:
-        waits = {way: round(wait_s, 3) for way, wait_s in self.longest_wait_s.items()}
-        return f"honest streams: {self.done}, longest wait {waits} s, {len(self.wrong)} wrong"
+        return f"honest streams: {self.done}, longest wait {self.longest_wait_s} s, {len(self.wrong)} wrong"
 
 
 class Honest:
@@ -166,7 +165,9 @@ async def _main() -> None:
         print(HEARD)
         await streams.until(end)
         print(HEARD)
-        print(json.dumps(dataclasses.asdict(streams.report)))
+        report = streams.report
+        report.longest_wait_s = {way: round(wait_s, 3) for way, wait_s in report.longest_wait_s.items()}
+        print(json.dumps(dataclasses.asdict(report)))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ def peak_bytes(pid: int) -> int:
     return 1024 * int(line.split()[1])
 
 
+def _rounded(measured: dict[str, float]) -> dict[str, float]:
+    return {what: round(value, 3) for what, value in measured.items()}
+
+
 @pytest.mark.skipif(not FULL, reason="slow: make fuzz-surface runs it")
 async def test_an_honest_tenant_beside_each_crowd(server: Server, kept: Kept) -> None:
     """The numbers are bounds for a machine with nothing else to do. What the load costs a first token is only told.
@@ -80,7 +84,7 @@ async def test_an_honest_tenant_beside_each_crowd(server: Server, kept: Kept) ->
     firsts, gap = await honest(server, ALONE_S)
     alone = percentile(firsts, 0.99)
     print(f"\nalone: {len(firsts)} requests, p99 of the first token {alone:.3f} s, longest gap {gap:.3f} s")
-    problems, kept["nobody beside"] = [], {"p99_s": alone, "longest_gap_s": gap}
+    problems, kept["nobody beside"] = [], _rounded({"requests": len(firsts), "p99_s": alone, "gap_s": gap})
     for name, crowd in CROWDS.items():
         doors = Doors(server.grpc, server.http, {"authorization": "Bearer pl-other"})
         async with beside(name, doors):
@@ -88,8 +92,8 @@ async def test_an_honest_tenant_beside_each_crowd(server: Server, kept: Kept) ->
             firsts, gap = await honest(server, crowd.window_s)
         first, longest, peak_mib = percentile(firsts, 0.99), max(firsts), peak_bytes(server.process.pid) / 2**20
         measured = {"requests": len(firsts), "p99_s": first, "longest_s": longest, "gap_s": gap, "peak_mib": peak_mib}
-        kept[name] = {"honest": measured, "told": dict(doors.told)}
-        told = ", ".join(f"{what} {value:.4g}" for what, value in measured.items())
+        kept[name] = {"honest": _rounded(measured), "told": dict(doors.told)}
+        told = ", ".join(f"{what} {value:g}" for what, value in _rounded(measured).items())
         print(f"{name}: {told}; told: {dict(doors.told)}", flush=True)
         late = first > max(FIRST_TOKEN * alone, FLOOR_S, crowd.first_s) or longest > LONGEST_S
         if (late and name != LOAD) or gap > GAP_S or peak_mib > ROUTER_MIB:
