@@ -34,7 +34,8 @@ def read_known(message_type: type[M], data: bytes) -> M:
         return message
     whole = message_type.FromString(data)
     if whole.ByteSize() != known and (field := _first_unknown(whole)):
-        text = f"is not known to this build, Paceline {version('paceline')}: a newer one sent it, so upgrade this one"
+        build = f"Paceline {version('paceline')}"
+        text = f"is not known to this build, {build}, or has another type here: newer builds may know it"
         raise InvalidRequest(field, text)
     return message
 

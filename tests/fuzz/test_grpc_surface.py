@@ -21,6 +21,7 @@ MESSAGES = FULL or 700
 
 
 async def test_messages_that_are_wrong(served: Deployment, kept: Kept) -> None:
+    """``campaign`` fails for each answer that none may get; here answers of every kind have to come."""
     async with grpc.aio.insecure_channel(served.grpc, options=CHANNEL) as channel:
         seen = await campaign("grpc", served, MESSAGES, seeded("grpc", wrong), Sender(channel).send, kept)
     reached(seen, 0.1, "OK", "INVALID_ARGUMENT")
@@ -28,7 +29,8 @@ async def test_messages_that_are_wrong(served: Deployment, kept: Kept) -> None:
 
 
 async def test_bytes_that_are_no_http2(served: Deployment) -> None:
-    """Written to the port itself. What comes back is gRPC's own business."""
+    """Written to the port itself. What comes back is gRPC's own business; ``check`` fails where a process has died or
+    the good request gets another answer."""
     host, _, port = served.grpc.rpartition(":")
     for number in range(max(FULL // 100, 20)):
         rng = random.Random(f"{SEED}/socket/{number}")

@@ -13,6 +13,7 @@ REQUESTS = FULL or 700
 
 
 async def test_requests_that_are_wrong(served: Deployment, kept: Kept) -> None:
+    """``campaign`` fails for each answer that none may get; here answers of every kind have to come."""
     document = httpx.get(f"http://{served.http}/openapi.json", timeout=10).json()
     make, sender = seeded("http", Cases(document)), HttpSender(served.http, document)
     seen = await campaign("http", served, REQUESTS, make, sender.send, kept)

@@ -21,6 +21,7 @@ ALSO = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION, grpc.S
 
 @pytest.mark.parametrize(("role", "rpcs"), [("prefill", PREFILL_RPCS), ("decode", DECODE_RPCS)])
 async def test_messages_that_are_wrong(served: Deployment, kept: Kept, role: str, rpcs: tuple[Rpc, ...]) -> None:
+    """``campaign`` fails for each answer that none may get; here good ones and refusals have to come."""
     valid = NodeMessages(served.nodes, served.node_status("decode", served.nodes["decode"]).fingerprint)
     make = seeded(role, functools.partial(wrong, rpcs=rpcs, valid=valid))
     async with grpc.aio.insecure_channel(served.nodes[role], options=CHANNEL) as channel:

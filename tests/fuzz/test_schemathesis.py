@@ -23,6 +23,7 @@ _ALL = settings(deadline=None, database=None, phases=[Phase.generate], suppress_
 
 @pytest.mark.skipif(not FULL, reason="slow: make fuzz-surface runs it")
 async def test_requests_of_schemathesis(served: Deployment, kept: Kept) -> None:
+    """``campaign`` fails for each answer that none may get."""
     document = httpx.get(f"http://{served.http}/openapi.json", timeout=10).json()
     cases = drawn(document, CASES)
     send = HttpSender(served.http, document).send

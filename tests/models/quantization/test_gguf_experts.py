@@ -102,6 +102,30 @@ def check_logits(folder: Path, expected: torch.Tensor, monkeypatch: pytest.Monke
     assert ((logits(folder) - expected).norm() / expected.norm()).item() < 1e-4  # 2.5e-5 on an AMD
 
 
+def check_drafts_batches_and_chunks(file: Path) -> None:
+    """With copied drafts, neither a batch of three nor chunks of five change a token or a bit of its logits."""
+    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(3)]
+    options = {"model": str(file), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
+    plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
+    drafted = {"drafter": "ngram", "num_draft_tokens": 6}
+    for how in ({"batch": 3}, {"chunk_tokens": 5}):
+        runner = build_runner(NodeConfig.model_validate(options | drafted))
+        assert runner.bit_exact
+        got = run(runner, requests, **how)
+        assert [(o.token_ids, o.logit_bits) for o in got] == [(p.token_ids, p.logit_bits) for p in plain]
+
+
+def check_ranks(file: Path) -> None:
+    """Two ranks have the bits of one."""
+    folder = hub.resolve_model(str(file))
+    spec, weights, seen = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16), []
+    for degree in (1, 2):
+        runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
+        seen.append(logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, TOKENS, (9, 3)))
+        runner.close()
+    assert torch.equal(*seen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_expert_is_its_slice_of_the_file(kind: Kind, tmp_path: Path) -> None:
     """Mutants: gate's experts for up's, and the next expert's slice."""
@@ -169,15 +193,7 @@ def test_codes_give_the_logits_of_transformers(
 @pytest.mark.parametrize(("kind", "down"), [(Kind.Q4_K, Kind.Q6_K), (Kind.F16, None)])
 def test_drafts_batches_and_chunks_change_no_bit(kind: Kind, down: Kind | None, tmp_path: Path) -> None:
     write_qwen3moe(tmp_path / "tiny.gguf", kind, down=down)
-    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(3)]
-    options = {"model": str(tmp_path / "tiny.gguf"), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
-    plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-    drafted = {"drafter": "ngram", "num_draft_tokens": 6}
-    for how in ({"batch": 3}, {"chunk_tokens": 5}):
-        runner = build_runner(NodeConfig.model_validate(options | drafted))
-        assert runner.bit_exact
-        got = run(runner, requests, **how)
-        assert [(o.token_ids, o.logit_bits) for o in got] == [(p.token_ids, p.logit_bits) for p in plain]
+    check_drafts_batches_and_chunks(tmp_path / "tiny.gguf")
 
 
 def test_ranks_have_their_own_experts(tmp_path: Path) -> None:
@@ -187,12 +203,7 @@ def test_ranks_have_their_own_experts(tmp_path: Path) -> None:
     spec, weights = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16)
     names = {name.split(".")[5] for name in ShardTensors(weights, Shard(spec, 2, 1)) if ".experts." in name}
     assert names == {str(expert) for expert in range(EXPERTS // 2, EXPERTS)}
-    seen = []
-    for degree in (1, 2):
-        runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
-        seen.append(logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, TOKENS, (9, 3)))
-        runner.close()
-    assert torch.equal(*seen)
+    check_ranks(tmp_path / "tiny.gguf")
 
 
 @needs_kernels
@@ -365,23 +376,12 @@ class TestGptOss:
     @needs_kernels
     def test_drafts_batches_and_chunks_change_no_bit(self, tmp_path: Path) -> None:
         write_gpt_oss(tmp_path / "tiny.gguf", Kind.Q8_0)
-        requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(3)]
-        options = {"model": str(tmp_path / "tiny.gguf"), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
-        plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-        runner = build_runner(NodeConfig.model_validate(options | {"drafter": "ngram", "num_draft_tokens": 6}))
-        got = run(runner, requests, batch=3, chunk_tokens=5)
-        assert [(o.token_ids, o.logit_bits) for o in got] == [(p.token_ids, p.logit_bits) for p in plain]
+        check_drafts_batches_and_chunks(tmp_path / "tiny.gguf")
 
     def test_ranks_have_their_own_experts(self, tmp_path: Path) -> None:
         """Mutant: each rank takes the experts of the first."""
         write_gpt_oss(tmp_path / "tiny.gguf", Kind.Q8_0)
-        folder = hub.resolve_model(str(tmp_path / "tiny.gguf"))
-        spec, weights, seen = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16), []
-        for degree in (1, 2):
-            runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
-            seen.append(logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, TOKENS, (9, 3)))
-            runner.close()
-        assert torch.equal(*seen)
+        check_ranks(tmp_path / "tiny.gguf")
 
     def test_grouped_as_separate(self, tmp_path: Path) -> None:
         """What a GPU runs, in torch."""

@@ -10,9 +10,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from paceline.assembly.build import build_runner
-from paceline.assembly.selfcheck import logits_in_chunks
-from paceline.config import NodeConfig
 from paceline.errors import ConfigError
 from paceline.layers.build import load_kernels
 from paceline.layers.quantized import QuantizedWeight
@@ -22,10 +19,14 @@ from paceline.models.gguf.convert import convert
 from paceline.models.loader import LazyTensors
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.models.weight_files import weight_files
-from paceline.ranks.follower import Follower
-from tests.models.quantization.test_checkpoints import TOKENS
-from tests.models.quantization.test_gguf_experts import STRETCHED, YARN, check_logits, theirs
-from tests.support.exactness import run
+from tests.models.quantization.test_gguf_experts import (
+    STRETCHED,
+    YARN,
+    check_drafts_batches_and_chunks,
+    check_logits,
+    check_ranks,
+    theirs,
+)
 from tests.support.gguf_experts import (
     EXPERTS,
     GLM_DENSE,
@@ -39,8 +40,6 @@ from tests.support.gguf_experts import (
 )
 from tests.support.gguf_files import DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, WIDE
 from tests.support.needs import needs_kernels
-from tests.support.thread_ranks import ranks_runner
-from tests.support.tiny_model import tiny_request
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 GLM: dict[str, Any] = {  # what the file is, by hand
@@ -134,23 +133,12 @@ def test_a_whole_folder_keeps_the_correction(tmp_path: Path) -> None:
 @needs_kernels
 def test_drafts_batches_and_chunks_change_no_bit(tmp_path: Path) -> None:
     write_glm4moe(tmp_path / "tiny.gguf", Kind.Q4_K)
-    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(3)]
-    options = {"model": str(tmp_path / "tiny.gguf"), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
-    plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-    runner = build_runner(NodeConfig.model_validate(options | {"drafter": "ngram", "num_draft_tokens": 6}))
-    got = run(runner, requests, batch=3, chunk_tokens=5)
-    assert [(o.token_ids, o.logit_bits) for o in got] == [(p.token_ids, p.logit_bits) for p in plain]
+    check_drafts_batches_and_chunks(tmp_path / "tiny.gguf")
 
 
 def test_ranks_share_the_shared_experts(tmp_path: Path) -> None:
     write_glm4moe(tmp_path / "tiny.gguf", Kind.Q8_0)
-    folder = hub.resolve_model(str(tmp_path / "tiny.gguf"))
-    spec, weights, seen = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16), []
-    for degree in (1, 2):
-        runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
-        seen.append(logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, TOKENS, (9, 3)))
-        runner.close()
-    assert torch.equal(*seen)
+    check_ranks(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize(
