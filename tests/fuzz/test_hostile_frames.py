@@ -16,7 +16,7 @@ import psutil
 
 from tests.fakes.nodes import sequence_request
 from tests.fakes.runner import expected_output
-from tests.fuzz.campaign import FULL, SEED, Kept
+from tests.fuzz.campaign import FULL, GAP_S, SEED, Kept
 from tests.fuzz.deployment import Deployment
 from tests.fuzz.hostile_frames import HIDDEN, HTTP1, HTTP2, Maker, begin, some, throw, tls_records
 from tests.support.all_ports import IN, PORTS, Credential, context_of, deployed
@@ -25,7 +25,6 @@ from tests.support.certificates import make_folder, secured
 FRAMES = 10 * FULL or 800
 SLOW_BYTES = 200 if FULL else 10  # that a slow connection sends, ten a second
 AT_ONCE, SLOW_AT_ONCE = 24, 12
-GAP_S = 0.5 if FULL else 1.0  # longest wait of an honest stream: 0.1 s on two idle cores, 0.3 s beside five other tests
 MEMORY = 300 * 2**20  # bytes that a process may grow by
 TOLD_S = 30.0  # until a router shows what a node has counted
 
