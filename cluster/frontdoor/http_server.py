@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from cluster.access.pace import Pace
 from cluster.frontdoor.http_errors import HttpProblem
 from cluster.nodes.listening import listen
 from paceline.errors import ConfigError, DeadlineExceeded
@@ -37,6 +39,8 @@ HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from 
 READ_BYTES = 32 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
+REST_PER_S = 16 * 2**20  # bytes of such rests of one address, of which as many may come at once
+REST_PAUSE_S = 2.0  # longest wait before more of a rest is read
 RETRY_AFTER_S = 1
 MAX_DIGITS = 640  # of a whole number, the least bound that Python takes: it reads one in time by their square
 
@@ -60,6 +64,12 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
 
     _head: asyncio.TimerHandle | None = None  # runs while a head is awaited
     _rest: asyncio.TimerHandle | None = None  # runs while the rest of a body is thrown away
+    _pause: asyncio.TimerHandle | None = None  # runs until more of that is read
+
+    def __init__(self, rests: Pace, *args: Any, **named: Any) -> None:
+        """rests: how fast an address's rests of bodies are read."""
+        super().__init__(*args, **named)
+        self._rests = rests
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol."""
@@ -76,8 +86,11 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         super().data_received(data)
-        if self._rest is not None and self.conn.their_state is not h11.SEND_BODY:
-            self._stop_rest()
+        if self._rest is not None:
+            if self.conn.their_state is h11.SEND_BODY:
+                self._pause_rest(len(data))
+            else:
+                self._stop_rest()
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._head is None:
@@ -110,9 +123,17 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
             self._head = None
 
     def _stop_rest(self) -> None:
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
+        for timer in (self._rest, self._pause):
+            if timer is not None:
+                timer.cancel()
+        self._rest = self._pause = None
+
+    def _pause_rest(self, size: int) -> None:
+        """Let ``size`` bytes of it count before more are read."""
+        pause_s = self._rests.wait_s(network_of(self.client[0]) if self.client else "", size)
+        if pause_s:
+            self.transport.pause_reading()
+            self._pause = self.loop.call_later(pause_s, self.transport.resume_reading)
 
     def _head_is_late(self) -> None:
         self._head = None
@@ -199,7 +220,7 @@ async def serve_http(
     listener = listen("http", host, port)
     config = uvicorn.Config(
         app,
-        http=_Connection,
+        http=partial(_Connection, Pace(REST_PER_S, REST_PER_S, REST_PAUSE_S)),
         ws="none",
         lifespan="off",
         log_config=None,

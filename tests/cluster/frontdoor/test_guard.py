@@ -138,6 +138,31 @@ async def test_the_answer_comes_before_the_body(
     assert not any(secret in caplog.text for secret in surface.keys.secrets.values())
 
 
+async def test_the_rest_of_a_refused_body_is_read_at_a_pace(
+    surface: Surface, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the connection goes on after it. Mutants: it is read as fast as it comes; nothing more is read of it."""
+    monkeypatch.setattr(http_server, "REST_PER_S", per_s := 2**19)
+    size, loop = per_s + per_s // 2, asyncio.get_running_loop()
+    server = await serve_http(surface.app, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        began = loop.time()
+        for _ in range(2):
+            writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {size}\r\n\r\n".encode())
+            async with asyncio.timeout(5):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.split()[1] == b"401"
+                (length,) = (line.split()[1] for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+                await reader.readexactly(int(length))
+            writer.write(bytes(size))
+        took_s = loop.time() - began
+    finally:
+        writer.close()
+        await server.stop()
+    assert took_s > 0.4
+
+
 async def test_every_call_of_a_key_has_one_line_where_it_is_asked_for(
     surface: Surface, asking: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
