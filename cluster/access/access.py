@@ -108,6 +108,7 @@ class Access:
 
     async def close(self) -> None:
         """Idempotent."""
+        self.audit.tell()
         await self._keys.close()
         await self.quotas.close()
 

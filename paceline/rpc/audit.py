@@ -103,7 +103,7 @@ class Audit:
             self._write(logging.WARNING, peer, key_id, act, f"refused: {why}")
             return
         if not self._left_out:
-            self._later(TELL_S, self._tell)
+            self._later(TELL_S, self.tell)
         name = f"key {key_id}" if key_id else network
         self._left_out[name if name in self._left_out or len(self._left_out) < MAX_CALLERS else "others"] += 1
 
@@ -111,7 +111,10 @@ class Audit:
         """An act is over. These lines are not bounded: they are of operators, and of keys where that is asked for."""
         self._write(logging.WARNING, peer, key_id, act, outcome)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Of the lines that were left out since this was last told, if there are any."""
+        if not self._left_out:
+            return
         left_out, self._left_out = self._left_out, Counter()
         ((name, most),) = left_out.most_common(1)
         told = f"{left_out.total()} lines are left out, {most} of them of {name or 'unknown addresses'}"

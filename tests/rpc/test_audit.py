@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from paceline.logs import JsonFormatter
 from paceline.rpc.audit import ALL_LINES_PER_MINUTE, LINES_PER_MINUTE, MAX_CALLERS, Audit, network_of
+from tests.support.api_keys import write_keys
 
 
 class Told:
@@ -105,3 +107,15 @@ async def test_what_is_left_out_is_told_by_the_event_loop(
     caplog.clear()
     await asyncio.sleep(0.2)
     assert ["3 lines are left out" in line for line in caplog.messages] == [True]
+
+
+async def test_what_is_left_out_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mutants: an end without it; an end that tells where nothing was left out."""
+    for more in (3, 0):
+        access = write_keys(tmp_path / f"{more}.yaml").access("m")
+        for _ in range(LINES_PER_MINUTE + more):
+            access.audit.refused("10.0.0.1", "", "GET /", "no key")
+        caplog.clear()
+        await access.close()
+        told = [f"{more} lines are left out" in line for line in caplog.messages]
+        assert told == [True] * bool(more)
