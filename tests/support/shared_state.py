@@ -43,9 +43,9 @@ def _parts() -> Iterator[tuple[str, bytes]]:
 def _scripts(source: str) -> Iterator[str]:
     """Texts of a module that call Redis from within it."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            if "redis.call" in (text := ast.unparse(node.value)):
-                yield text
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if value is not None and "redis.call" in (text := ast.unparse(value)):
+            yield text
 
 
 def main() -> None:

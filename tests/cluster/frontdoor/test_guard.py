@@ -138,9 +138,7 @@ async def test_the_answer_comes_before_the_body(
     assert not any(secret in caplog.text for secret in surface.keys.secrets.values())
 
 
-async def test_the_rest_of_a_refused_body_is_read_at_a_pace(
-    surface: Surface, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_rest_of_a_refused_body_is_read_at_a_pace(surface: Surface, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the connection goes on after it. Mutants: it is read as fast as it comes; nothing more is read of it."""
     monkeypatch.setattr(http_server, "REST_PER_S", per_s := 2**19)
     size, loop = per_s + per_s // 2, asyncio.get_running_loop()
