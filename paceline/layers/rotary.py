@@ -90,6 +90,7 @@ def yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if given is not None:
         return float(given)
     factor, mscale, all_dim = float(scaling["factor"]), scaling.get("mscale"), scaling.get("mscale_all_dim")
+    times = float(scaling.get("attn_factor") or 1.0)
     if mscale and all_dim:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-    return yarn_mscale(factor)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) * times
+    return yarn_mscale(factor) * times

@@ -21,7 +21,9 @@ ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")  # absent or null: default
+YARN_OPTIONS = (  # absent or null: default
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor",
+)  # fmt: skip
 MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 16
 MAX_POSITIONS = 1 << 24  # a table of angles has a row for each
 DEFAULT_ROPE_THETA = 10000.0  # this and the next are Hugging Face's own defaults
@@ -167,18 +169,24 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None, float]:
     """Theta, scaling, and the share of a head that is turned.
 
-    transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``.
+    transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``. A scaling that somebody
+    wrote beside the parameters counts, as it does there.
     """
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    if isinstance(rope.get(FULL), dict):  # a rope for each kind of layer
-        rope = dict(rope[FULL])
-    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta or DEFAULT_ROPE_THETA)
+    parameters = dict(raw.get("rope_parameters") or {})
+    if isinstance(parameters.get(FULL), dict):  # a rope for each kind of layer
+        parameters = dict(parameters[FULL])
+    rope = dict(raw.get("rope_scaling") or parameters)
+
+    def told(name: str) -> float | None:
+        return rope.get(name) or raw.get(name) or parameters.get(name)
+
+    theta = float(told("rope_theta") or family.rope_theta or DEFAULT_ROPE_THETA)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if kind not in family.rope_scalings:
         supported = ", ".join(family.rope_scalings)
         raise ConfigError("model", f"rope scaling {kind!r} is not supported for {family.name} ({supported})")
-    share = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or family.rotary_share)
+    share = float(told("partial_rotary_factor") or family.rotary_share)
     if share != 1.0 and not (family.rotary_share != 1.0 and 0.0 < share < 1.0):
         raise ConfigError("model", f"partial_rotary_factor {share} is not supported for {family.name} (1.0)")
     if kind == "default":
@@ -202,6 +210,7 @@ def _windows(raw: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     kinds = [SLIDING if family.slides_at(raw, i) else FULL for i in layers] if given is None else list(given)
     if len(kinds) != len(layers) or not {*kinds} <= {SLIDING, FULL}:
         raise ConfigError("model", f"layer_types {kinds} is not supported: one of {SLIDING} and {FULL} for each layer")
-    if window >= raw["max_position_embeddings"] or SLIDING not in kinds:
+    sees_all = window >= raw["max_position_embeddings"] and not family.local_rope  # with a rope of its own it stays one
+    if sees_all or SLIDING not in kinds:
         return ()
     return tuple(int(window) if kind == SLIDING else 0 for kind in kinds)

@@ -51,7 +51,8 @@ class Family:
     rope_theta: float | None = None  # where config.json has none; None: Hugging Face's default
     quant_methods: tuple[str, ...] = ()  # of quantised checkpoints that its class reads itself
     rotary_share: float = 1.0  # of a head's elements that rope turns, where config.json does not say
-    rope_scalings: tuple[str, ...] = ("default", "linear", "llama3")
+    rope_scalings: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    local_rope: bool = False  # layers with a window have a rope of their own
     # Fields of ModelSpec that it reads in its own way, or that no other family has.
     read_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
 
@@ -152,7 +153,6 @@ FAMILIES = {  # by the name of the architecture in config.json
         reads_attention_bias=True,
         qk_norm=True,
         slides=False,
-        rope_scalings=("default", "linear", "llama3", "yarn"),
         read_fields=_qwen3_moe_fields,
     ),
     "Glm4MoeForCausalLM": Family(
@@ -160,7 +160,6 @@ FAMILIES = {  # by the name of the architecture in config.json
         MOE_MODEL,
         reads_attention_bias=True,
         rotary_share=0.5,
-        rope_scalings=("default", "linear", "llama3", "yarn"),
         read_fields=_glm4_moe_fields,
     ),
     "Gemma3ForCausalLM": Family(
@@ -172,6 +171,7 @@ FAMILIES = {  # by the name of the architecture in config.json
         slides_at=_all_but_every_sixth,
         rope_theta=1e6,
         rope_scalings=("default", "linear"),
+        local_rope=True,
         read_fields=_gemma3_fields,
     ),
     "GptOssForCausalLM": Family(
@@ -190,7 +190,6 @@ FAMILIES = {  # by the name of the architecture in config.json
         "paceline.models.deepseek_v3:DeepseekV3Model",
         kv_heads_optional=True,
         reads_attention_bias=True,
-        rope_scalings=("default", "linear", "llama3", "yarn"),
         read_fields=_deepseek_fields,
     ),
 }

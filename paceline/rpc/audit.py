@@ -112,7 +112,7 @@ class Audit:
         self._write(logging.WARNING, peer, key_id, act, outcome)
 
     def tell(self) -> None:
-        """Of the lines that were left out since this was last told, if there are any."""
+        """Say how many lines were left out since it was last said, if any were."""
         if not self._left_out:
             return
         left_out, self._left_out = self._left_out, Counter()

@@ -122,7 +122,8 @@ def test_end_of_sequence_ids(tmp_path: Path, config: Any, generation: Any, expec
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM, Mistral"),
         ({"architectures": ...}, "architecture"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),

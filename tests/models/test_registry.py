@@ -134,14 +134,14 @@ def test_fp8_weights_without_a_word_in_the_config_are_refused(folder: Path) -> N
         load_target(folder, torch.bfloat16, CPU)
 
 
-def test_yarn_stays_refused_for_the_others(tmp_path: Path) -> None:
+def test_yarn_is_refused_for_gemma(tmp_path: Path) -> None:
     raw = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
-        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64,
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64,
         "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 16},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"yarn.*llama"):
+    with pytest.raises(ConfigError, match=r"yarn.*gemma3"):
         ModelSpec.from_folder(tmp_path)
 
 

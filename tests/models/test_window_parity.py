@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, upper layers": ("Qwen2", SHAPE | {"use_sliding_window": True, "max_window_layers": 1}),
     "gemma": ("Gemma3", GEMMA),
     "gemma, stretched": ("Gemma3", GEMMA | {"rope_parameters": STRETCHED}),
+    "gemma, windows beyond the context": ("Gemma3", GEMMA | {"sliding_window": 512}),
     "gemma, wide heads": ("Gemma3", GEMMA | {"head_dim": 256, "num_key_value_heads": 1}),
     "gpt-oss": ("GptOss", OSS),
 }

@@ -27,7 +27,12 @@ ARCHITECTURES = {  # Hugging Face's class and type of model
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
 }
 WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")  # their ropes may be YaRN's too
-ENDS = {  # of a turn; a call of a tool is one
+_QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
+ENDS = {  # of a turn or a text, which files have one field for; a call of a tool is one
+    "llama": ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    "qwen2": _QWEN_ENDS,
+    "qwen3": _QWEN_ENDS,
+    "qwen3moe": _QWEN_ENDS,
     "gpt-oss": ("<|call|>", "<|endoftext|>"),
     "glm4moe": ("<|user|>", "<|observation|>"),
 }

@@ -15,6 +15,7 @@ from paceline.models.gguf.convert import FROM_BESIDE, write_configs
 from paceline.models.gguf.file import GgufFile
 
 LINK = "model.gguf"
+CONFIGS = 2  # counts up when other configs are written: a folder of another number is made anew
 
 
 def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], None]) -> Path:
@@ -46,11 +47,12 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
 
 
 def _name(source: Path, beside: Path | None) -> str:
-    """A folder's name: where its parts are, then the state of the file and of what is taken from beside it."""
+    """A folder's name: where its parts are, then what is written, of which state of the file and of what lies
+    beside it."""
     files = [source, *(beside / name for name in FROM_BESIDE if beside is not None and (beside / name).is_file())]
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     where = hashlib.blake2b(f"{source}\0{beside}".encode(), digest_size=8).hexdigest()
-    what = hashlib.blake2b(repr(states).encode(), digest_size=8).hexdigest()
+    what = hashlib.blake2b(repr((CONFIGS, states)).encode(), digest_size=8).hexdigest()
     return f"{where}-{what}"
 
 

@@ -40,6 +40,7 @@ STRATEGIES = {  # by type and bits
     ("float", 4): (WITH_GLOBAL, "group"),
 }
 EVERY_LINEAR = "Linear"
+IN_WEIGHTS = ("weight_input", "weight_output")  # where a rotation is part of the weights as they lie
 MAX_PATTERN = 512  # characters
 REPEATED_REPEAT = re.compile(r"[*+}]\)*\)[*+{]")  # could take for ever on a name that does not match
 ZERO, PACKED, ORDER, DIVISOR = "weight_zero_point", "weight_packed", "weight_g_idx", "weight_global_scale"
@@ -64,11 +65,20 @@ def read_config(config: Mapping[str, Any]) -> Scheme:
     sparsity = config.get("sparsity_config") or {}
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise refused(f"compressed-tensors with sparsity {sparsity.get('format')!r} is not supported")
+    _check_transforms(config.get("transform_config") or {})
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise refused("compressed-tensors without config_groups is not supported")
     read = [_group(str(name), group) for name, group in groups.items()]
     return CompressedTensors(read, _patterns(config.get("ignore") or []))
+
+
+def _check_transforms(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for rotations (SpinQuant, QuIP) that a layer's rows would need while the model runs."""
+    for name, group in (config.get("config_groups") or {}).items():
+        for applied in group.get("apply") or []:
+            if (place := applied.get("location")) not in IN_WEIGHTS:
+                raise refused(f"compressed-tensors with transform {name} of {place!r} is not supported")
 
 
 def _check_format(name: object) -> None:

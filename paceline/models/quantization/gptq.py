@@ -26,7 +26,7 @@ def read_config(config: Mapping[str, Any]) -> Scheme:
         raise refused(f"gptq with {bits} bits is not supported (4, 8)")
     if group_size < 1 and group_size != -1:
         raise refused(f"gptq with group_size {group_size} is not supported (-1 or more than 0)")
-    layout = config.get("checkpoint_format") or "gptq"
+    layout = config.get("checkpoint_format") or config.get("format") or "gptq"
     if layout not in FORMATS or config.get("is_marlin_format"):
         raise refused(f"gptq with checkpoint_format {layout!r} is not supported ({', '.join(FORMATS)}), nor is marlin")
     overrides = config.get("dynamic") or {}

@@ -76,6 +76,12 @@ def but_down(draw: Draw) -> Callable[[str], Draw]:
 
 # Mutants: GPTQ's zero point one off (gptq asym), AWQ's order taken as it lies, the scales of blocks transposed (blocks
 # of 24 x 32 over layers of 64 x 96), packed zero points read along the input features, the order of groups ignored.
+def turned(*places: str) -> dict[str, Any]:
+    """A rotation that is applied in ``places``."""
+    applied = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}}
+
+
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "fp8 blocks": (BLOCKS, every(fp8((24, 32), "weight_scale_inv"))),
     "fp8 rows": ({"quant_method": "fp8", "activation_scheme": "static"}, every(fp8(None, "weight_scale"))),
@@ -91,11 +97,19 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
         GPTQ | {"checkpoint_format": "gptq_v2", "sym": False},
         every(gptq(4, 32, sym=False, v2=True, order=False)),
     ),
+    "gptq_v2, by its other name": (
+        GPTQ | {"checkpoint_format": None, "format": "gptq_v2", "sym": False},
+        every(gptq(4, 32, sym=False, v2=True)),
+    ),
     "awq": (AWQ, but_down(awq(32))),
     "ct int8": (compressed("int-quantized", ROWS, TOKEN, ignore=["lm_head", "re:.*down_proj"]), but_down(int8())),
     "ct int8 asym": (compressed("int-quantized", ROWS | {"symmetric": False}), every(int8(zeros=True))),
     "ct int8 tensor": (compressed("naive-quantized", ROWS | {"strategy": "tensor"}), every(int8(per_tensor=True))),
     "ct w4a16": (compressed("pack-quantized", INT4), every(packed(4, 32, zeros=False))),
+    "ct w4a16, turned": (
+        compressed("pack-quantized", INT4) | turned("weight_input", "weight_output"),
+        every(packed(4, 32, zeros=False)),
+    ),
     "ct w4a16 asym": (compressed("pack-quantized", INT4 | {"symmetric": False}), every(packed(4, 32, zeros=True))),
     "ct w4a16 actorder": (compressed("pack-quantized", ORDERED), every(packed(4, 32, zeros=False, act=True))),
     "ct w8a16": (compressed("pack-quantized", ROWS), every(packed(8, -1, zeros=False))),
@@ -192,6 +206,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": NVFP4 | {"group_size": 12}}}}, "groups of 12"),
     ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": MXFP4}}}, "weight_scale is F8_E4M3, expected U8"),
     ("ct int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    ("ct int8", turned("weight_output", "input"), "transform R1 of 'input'"),
     ("ct int8", {"config_groups": {}}, "without config_groups"),
     ("ct int8", {"config_groups": {"g": {"targets": ["Linear"], "weights": ROWS | {"num_bits": 6}}}}, "of 6 bits"),
     ("ct int8", {"config_groups": {"g": {"targets": ["re:.*mlp.*"], "weights": ROWS}}}, "no group for it"),

@@ -65,13 +65,14 @@ def test_blocks_take_as_many_bytes_as_in_the_file(kind: Kind) -> None:
 class TestFolder:
     @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
     def test_loads_as_the_floats_that_it_means(self, architecture: str, tmp_path: Path) -> None:
-        """Mutant: Llama's rows of q and k left interleaved; or Qwen's taken for interleaved."""
+        """Mutants: Llama's rows of q and k left interleaved; or Qwen's taken for interleaved; one end of Qwen's two."""
         meant = write_gguf(tmp_path / "tiny.gguf", architecture)
         folder = hub.resolve_model(str(tmp_path / "tiny.gguf"))
         assert hub.resolve_model(str(tmp_path / "tiny.gguf")) == folder
         assert [file.name for file in folder.iterdir() if file.is_symlink()] == ["model.gguf"]  # no second copy
         spec = ModelSpec.from_folder(folder)
-        assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.eos_token_ids) == (HEADS, KV_HEADS, DIM, (2,))
+        assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (HEADS, KV_HEADS, DIM)
+        assert spec.eos_token_ids == ((2,) if architecture == "llama" else (2, 0))  # as Qwen's generation_config.json
         found = open_checkpoint(folder, torch.float32)
         assert isinstance(found["model.layers.0.self_attn.q_proj.weight"], QuantizedWeight)
         assert set(found) == set(meant)
@@ -87,6 +88,16 @@ class TestFolder:
         mine, theirs = logits(folder), logits(plain)
         assert ((mine - theirs).norm() / theirs.norm()).item() < 0.05  # inputs are rounded to int8
         assert weights_digest(folder) != weights_digest(plain)
+
+    def test_configs_are_written_anew_by_a_version_that_writes_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Mutant: what one version wrote is kept for ever."""
+        write_gguf(tmp_path / "tiny.gguf", "llama")
+        before = hub.resolve_model(str(tmp_path / "tiny.gguf"))
+        monkeypatch.setattr("paceline.models.gguf.folder.CONFIGS", 0)
+        assert hub.resolve_model(str(tmp_path / "tiny.gguf")) != before
+        assert not before.exists()
 
     def test_tokenizer_and_files_beside_it(self, tmp_path: Path) -> None:
         write_gguf(tmp_path / "tiny.gguf", "llama", pre="llama-bpe")
