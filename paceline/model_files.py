@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,19 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("model", f"{folder / name}: eos_token_id cannot be read: {error}") from None
     return ()
+
+
+def with_tokenizers_end(ids: Sequence[int], own: int | None) -> tuple[int, ...]:
+    """Ids that end an answer: those of the model's configs, and the tokenizer's ``eos_token``. Fine-tunes that end a
+    turn with a token of their own name it there alone, beside the base model's configs."""
+    return (*ids, *(() if own is None or own in ids else (own,)))
+
+
+def special_token(value: Any) -> str | None:
+    """The text of a special token of ``tokenizer_config.json``, which is text or an object with it."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def quantization_config(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:

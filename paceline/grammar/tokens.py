@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import llguidance
 
-from paceline.errors import InvalidRequest
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.grammar.bounds import FIELD
+from paceline.model_files import read_eos_token_ids, read_json, special_token, with_tokenizers_end
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,10 @@ class GrammarTokens:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise InvalidRequest(FIELD, "this model has no tokenizer.json, so it cannot follow one")
-        eos = _eos_token_ids(folder, vocab_size)
+        try:
+            eos = _eos_token_ids(folder, vocab_size)
+        except ConfigError as error:
+            raise InvalidRequest(FIELD, f"this model cannot follow one: {error}") from None
         if not eos:
             raise InvalidRequest(FIELD, "this model has no end-of-sequence token, so an answer could not end")
         try:
@@ -42,14 +45,18 @@ class GrammarTokens:
 
 
 def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        content: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        eos = content.get("eos_token_id")
-        if eos is not None:
-            ids = eos if isinstance(eos, list) else [eos]
-            return tuple(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size)
-    return ()
+    """As the router's tokenizer has them, or an answer could not end where it ends."""
+    named = folder / "tokenizer_config.json"
+    text = special_token(read_json(named).get("eos_token")) if named.is_file() else None
+    own = None if text is None else _id_of(text, read_json(folder / "tokenizer.json"))
+    return tuple(i for i in with_tokenizers_end(read_eos_token_ids(folder), own) if 0 <= i < vocab_size)
+
+
+def _id_of(text: str, tokenizer: dict[str, Any]) -> int | None:
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    found = added.get(text, vocabulary.get(text) if isinstance(vocabulary, dict) else None)
+    return found if isinstance(found, int) else None
 
 
 @cache

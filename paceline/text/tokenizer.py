@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from paceline.errors import ConfigError, InvalidRequest
+from paceline.model_files import read_eos_token_ids, special_token, with_tokenizers_end
 from paceline.text.detokenizer import IncrementalDetokenizer, TextStream
 from paceline.text.forging import Guard
 from paceline.text.templates import ChatTemplate
@@ -27,11 +28,12 @@ class Tokenizer:
     def __init__(
         self, inner: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Raises ConfigError for a decoder or a chat template that cannot be used."""
+        """eos_token_ids: of the model's configs. Raises ConfigError for a decoder or a chat template that cannot be
+        used."""
         inner.no_truncation()  # a saved training setting would cut prompts silently
         inner.no_padding()
         self._inner = inner
-        self._specials = {name: text for name in SPECIAL_NAMES if (text := _content(settings.get(name)))}
+        self._specials = {name: text for name in SPECIAL_NAMES if (text := special_token(settings.get(name)))}
         self._bos_id = inner.token_to_id(self._specials.get("bos_token", ""))
         self._adds_bos: bool | None = settings.get("add_bos_token")
         self.template = ChatTemplate(settings.get("chat_template"), self._specials)
@@ -41,7 +43,8 @@ class Tokenizer:
         self._to_bytes, self.strip_start = _byte_decoder(state["decoder"])
         self._guard = Guard(inner, state)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids are below it
-        self.eos_token_ids = tuple(eos_token_ids)
+        own = inner.token_to_id(self._specials.get("eos_token", ""))
+        self.eos_token_ids = with_tokenizers_end(eos_token_ids, own)
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str = "") -> Tokenizer:
@@ -54,14 +57,11 @@ class Tokenizer:
             raise ConfigError("model", f"{file} is missing: a fast tokenizer is needed")
         settings = _read(folder / "tokenizer_config.json")
         settings["chat_template"] = _template(folder, settings.get("chat_template"), chat_template)
-        eos = _read(folder / "generation_config.json").get("eos_token_id")
-        eos = eos if eos is not None else _read(folder / "config.json").get("eos_token_id")
-        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         try:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise ConfigError("model", f"{file} cannot be read: {error}") from None
-        return cls(inner, settings, ids)
+        return cls(inner, settings, read_eos_token_ids(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens in it are recognised.
@@ -190,13 +190,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError("model", f"{path} cannot be read: it holds no object")
     return content
-
-
-def _content(token: Any) -> str | None:
-    """A special token is text, or an object with its text."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 def _check_unicode(text: str, field: str) -> None:

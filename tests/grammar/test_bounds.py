@@ -213,5 +213,6 @@ def test_a_model_without_tokenizer_or_end_says_so(tmp_path: Path) -> None:
         GrammarCompiler(tmp_path, 10).compile(Grammar(GrammarKind.JSON_OBJECT))
     folder = write_chat_tokenizer(tmp_path)
     (folder / "generation_config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
         GrammarCompiler(folder, GRAMMAR_VOCAB).compile(Grammar(GrammarKind.JSON_OBJECT))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, InvalidRequest
+from paceline.grammar.tokens import GrammarTokens
 from paceline.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import QUICK, byte_level, stream, write_folder
 
@@ -53,6 +54,18 @@ class TestFolder:
 
     def test_generation_config_names_the_end(self, tmp_path: Path) -> None:
         write_folder(tmp_path, byte_level())
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+        assert Tokenizer.from_folder(tmp_path).eos_token_ids == (1, 3)
+
+    def test_the_tokenizers_own_end_is_one_too(self, tmp_path: Path) -> None:
+        """A fine-tune's tokenizer ends a turn, and the configs beside it are the base model's. Mutants: the configs
+        count alone; the tokenizer's counts alone; it counts twice; a text that is no token."""
+        for own, ends in (("</s>", (3, 1)), ({"content": "</s>"}, (3, 1)), ("<s>", (3, 0)), ("<none>", (3,))):
+            write_folder(tmp_path, byte_level(), eos_token=own)
+            (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+            assert Tokenizer.from_folder(tmp_path).eos_token_ids == ends
+            assert GrammarTokens.from_folder(tmp_path, 400).eos_token_ids == ends
+        write_folder(tmp_path, byte_level(), eos_token="</s>")
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
         assert Tokenizer.from_folder(tmp_path).eos_token_ids == (1, 3)
 

@@ -22,6 +22,8 @@ from paceline.models import hub
 from paceline.models.config import ModelSpec
 from paceline.models.digest import weights_digest
 from paceline.models.gguf.blocks import KEPT
+from paceline.models.gguf.convert import _named_ends
+from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.matrices import weight_of_blocks
 from paceline.models.gguf.tensors import GgufTensors
@@ -88,6 +90,21 @@ class TestFolder:
         mine, theirs = logits(folder), logits(plain)
         assert ((mine - theirs).norm() / theirs.norm()).item() < 0.05  # inputs are rounded to int8
         assert weights_digest(folder) != weights_digest(plain)
+
+    @pytest.mark.parametrize(
+        ("architecture", "ends"),
+        [
+            ("llama", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),  # Llama 3.1's generation_config.json
+            ("qwen2", ["<|endoftext|>", "<|im_end|>"]),
+            ("qwen3moe", ["<|endoftext|>", "<|im_end|>"]),
+        ],
+    )
+    def test_ends_that_are_in_the_vocabulary(self, architecture: str, ends: list[str], tmp_path: Path) -> None:
+        tokens = ["a", "<|begin_of_text|>", *ends, "b"]
+        write_gguf(tmp_path / "tiny.gguf", "llama")
+        file = GgufFile(tmp_path / "tiny.gguf")
+        file.fields |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
+        assert sorted(_named_ends(Fields(file))) == [2 + i for i in range(len(ends))]
 
     def test_configs_are_written_anew_by_a_version_that_writes_others(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
