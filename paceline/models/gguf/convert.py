@@ -26,7 +26,7 @@ ARCHITECTURES = {  # Hugging Face's class and type of model
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
 }
-WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")  # their ropes may be YaRN's too
+WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 ENDS = {  # of a turn or a text, which files have one field for; a call of a tool is one
     "llama": ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
@@ -175,10 +175,10 @@ def _rope_scaling(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
         return {"rope_scaling": _llama3(file, fields, dim)}
     if kind == "none":
         return {}
-    if kind == "yarn" and fields.architecture in WITH_EXPERTS:
+    if kind == "yarn":
         return {"rope_scaling": yarn(fields)}
     if kind != "linear":
-        raise fields.refused(f"rope scaling {kind!r} is not supported (none, linear, Llama 3's)")
+        raise fields.refused(f"rope scaling {kind!r} is not supported (none, linear, yarn, Llama 3's)")
     return {"rope_scaling": {"rope_type": "linear", "factor": float(fields.number("rope.scaling.factor"))}}
 
 

@@ -106,6 +106,17 @@ class TestFolder:
         file.fields |= {"general.architecture": architecture, "tokenizer.ggml.tokens": tokens}
         assert sorted(_named_ends(Fields(file))) == [2 + i for i in range(len(ends))]
 
+    def test_yarn(self, tmp_path: Path) -> None:
+        """As `test_rope_configs` has it, which compares with transformers. Mutant: a plain rope."""
+        stretched = {"type": "yarn", "factor": 4, "original_context_length": 32}
+        fields = {f"qwen3.rope.scaling.{name}": value for name, value in stretched.items()}
+        write_gguf(tmp_path / "tiny.gguf", "qwen3", fields=fields)
+        scaling = ModelSpec.from_folder(hub.resolve_model(str(tmp_path / "tiny.gguf"))).rope_scaling
+        assert scaling is not None
+        expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32.0}
+        assert scaling | expected == scaling
+        assert (scaling["beta_fast"], scaling["beta_slow"]) == (32.0, 1.0)
+
     def test_configs_are_written_anew_by_a_version_that_writes_others(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -144,7 +155,7 @@ class TestFolder:
             ({"general.architecture": "gemma"}, "architecture 'gemma'"),
             ({"split.count": 3}, "one of 3 files"),
             ({"llama.expert_count": 8}, "experts"),
-            ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+            ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
             ({"llama.attention.head_count": 0}, r"head_count is 0"),
             ({"llama.block_count": "many"}, r"block_count is 'many'"),
         ],
