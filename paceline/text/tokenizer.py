@@ -43,8 +43,8 @@ class Tokenizer:
         self._to_bytes, self.strip_start = _byte_decoder(state["decoder"])
         self._guard = Guard(inner, state)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids are below it
-        own = inner.token_to_id(self._specials.get("eos_token", ""))
-        self.eos_token_ids = with_tokenizers_end(eos_token_ids, own)
+        own = self._specials.get("eos_token")
+        self.eos_token_ids = with_tokenizers_end(eos_token_ids, None if own is None else inner.token_to_id(own))
 
     @classmethod
     def from_folder(cls, folder: Path, chat_template: str = "") -> Tokenizer:

@@ -6,13 +6,13 @@ A change that another build would read wrongly raises SHARED_STATE. One that it 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -33,19 +33,20 @@ def _parts() -> Iterator[tuple[str, bytes]]:
         yield f"{name}.proto", import_module(f"paceline.v1.{name}_pb2").DESCRIPTOR.serialized_pb
     for path in (*(ROOT / "cluster" / "state").glob("*.py"), ROOT / "cluster" / "access" / "redis_counters.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if scripts := list(_scripts(path.read_text(encoding="utf-8"))):
-            yield f"{module}: scripts", "\n".join(scripts).encode()
         for name, value in vars(import_module(module)).items():
-            if isinstance(value, TypeAdapter):
-                yield f"{module}: {name}", json.dumps(value.json_schema(), sort_keys=True).encode()
+            if isinstance(value, str) and "redis.call" in value:
+                yield f"{module}: {name}", value.encode()
+            elif isinstance(value, TypeAdapter):
+                yield f"{module}: {name}", json.dumps(_without_words(value.json_schema()), sort_keys=True).encode()
 
 
-def _scripts(source: str) -> Iterator[str]:
-    """Texts of a module that call Redis from within it."""
-    for node in ast.walk(ast.parse(source)):
-        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-        if value is not None and "redis.call" in (text := ast.unparse(value)):
-            yield text
+def _without_words(schema: Any) -> Any:
+    """A schema without its descriptions."""
+    if isinstance(schema, list):
+        return [_without_words(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _without_words(part) for name, part in schema.items() if name != "description"}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 from paceline.layers.rotary import rope_table
-from paceline.models.gguf.experts import expert_config, yarn
+from paceline.models.gguf.experts import expert_config
 from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.tensors import ROPE_FACTORS, GgufTensors
@@ -176,10 +176,29 @@ def _rope_scaling(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
     if kind == "none":
         return {}
     if kind == "yarn":
-        return {"rope_scaling": yarn(fields)}
+        return {"rope_scaling": _yarn(fields)}
     if kind != "linear":
         raise fields.refused(f"rope scaling {kind!r} is not supported (none, linear, yarn, Llama 3's)")
     return {"rope_scaling": {"rope_type": "linear", "factor": float(fields.number("rope.scaling.factor"))}}
+
+
+def _yarn(fields: Fields) -> dict[str, Any]:
+    """A rope of YaRN. Raises ConfigError where it is sharpened otherwise than by its factor."""
+    for name in ("yarn_attn_factor", "attn_factor", "yarn_log_multiplier"):
+        if (value := fields.get(f"rope.scaling.{name}")) is not None:
+            raise fields.refused(f"{fields.architecture}.rope.scaling.{name} {value!r} is not supported")
+    if fields.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
+        raise fields.refused(f"{fields.architecture}.rope.scaling.yarn_ext_factor is not 1")
+    if (factor := float(fields.number("rope.scaling.factor"))) < 1:
+        raise fields.refused(f"{fields.architecture}.rope.scaling.factor is {factor}, expected 1 or more")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": fields.whole("rope.scaling.original_context_length"),
+        "beta_fast": float(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": float(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
+        "truncate": fields.architecture != "gpt-oss",  # no field has it; the model was trained without
+    }
 
 
 def _llama3(file: GgufFile, fields: Fields, dim: int) -> Mapping[str, Any]:

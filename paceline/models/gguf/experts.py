@@ -59,22 +59,3 @@ def _windows(fields: Fields) -> dict[str, Any]:
     if (pattern := fields.get("attention.sliding_window_pattern")) not in (None, 2):
         raise fields.refused(f"{fields.architecture}.attention.sliding_window_pattern {pattern!r} is not supported (2)")
     return {"sliding_window": fields.whole("attention.sliding_window"), "attention_bias": True}
-
-
-def yarn(fields: Fields) -> dict[str, Any]:
-    """A rope of YaRN. Raises ConfigError where it is sharpened otherwise than by its factor."""
-    for name in ("yarn_attn_factor", "attn_factor", "yarn_log_multiplier"):
-        if (value := fields.get(f"rope.scaling.{name}")) is not None:
-            raise fields.refused(f"{fields.architecture}.rope.scaling.{name} {value!r} is not supported")
-    if fields.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
-        raise fields.refused(f"{fields.architecture}.rope.scaling.yarn_ext_factor is not 1")
-    if (factor := float(fields.number("rope.scaling.factor"))) < 1:
-        raise fields.refused(f"{fields.architecture}.rope.scaling.factor is {factor}, expected 1 or more")
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": fields.whole("rope.scaling.original_context_length"),
-        "beta_fast": float(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
-        "beta_slow": float(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
-        "truncate": fields.architecture != "gpt-oss",  # no field has it; the model was trained without
-    }

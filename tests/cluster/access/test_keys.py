@@ -101,3 +101,25 @@ async def test_the_file_is_read_again_as_a_whole_or_not_at_all(
         assert not known(keys.secrets["acme"])
     finally:
         await file.close()
+
+
+async def test_a_folder_that_is_exchanged_by_a_link(tmp_path: Path) -> None:
+    """As Kubernetes renews a Secret. Mutant: the link is looked at in place of the file."""
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        content = {"keys": [entry(version, f"pl-{version}", version)]}
+        (tmp_path / version / "keys.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "now").symlink_to("old")
+    (tmp_path / "keys.yaml").symlink_to("now/keys.yaml")
+    file = KeyFile(tmp_path / "keys.yaml", poll_s=0.02)
+    file.start()
+    try:
+        assert file.find("pl-old").tenant == "old"
+        (tmp_path / "next").symlink_to("new")
+        (tmp_path / "next").replace(tmp_path / "now")
+        async with asyncio.timeout(5):
+            while "new" not in (key.tenant for key in file._keys.values()):
+                await asyncio.sleep(0.01)
+        assert file.find("pl-new").tenant == "new"
+    finally:
+        await file.close()
