@@ -32,7 +32,9 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     Raises ConfigError for what is no id.
     """
     for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        raw = read_json(folder / name) if (folder / name).is_file() else {}
+        own, inner = raw.get("eos_token_id"), _text_section(raw).get("eos_token_id")
+        value = inner if own is None else own
         if value is None:
             continue
         try:
@@ -40,6 +42,12 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("model", f"{folder / name}: eos_token_id cannot be read: {error}") from None
     return ()
+
+
+def _text_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's section, where ``config.json`` has one."""
+    section = raw.get("text_config")
+    return section if isinstance(section, Mapping) else {}
 
 
 def with_tokenizers_end(ids: Sequence[int], own: int | None) -> tuple[int, ...]:

@@ -31,7 +31,10 @@ def one_thread_one_seed() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
+        if torch.cuda.is_available():
+            torch.manual_seed(0)
+        else:  # without the stack that torch formats for a GPU that may still come: half a millisecond
+            torch.default_generator.manual_seed(0)
 
 
 class WorkerMemory:

@@ -27,7 +27,6 @@ from paceline.models.loader import LazyTensors
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE
 from paceline.models.registry import load_target, model_class
 from paceline.models.smoothed import Factors, Inputs, best_factors, kept
-from paceline.models.weight_files import weight_files
 from paceline.models.write_quantised import FourBits, as_written
 from paceline.request import SamplingParams, SequenceRequest
 
@@ -78,7 +77,7 @@ def calibrated(
     from blocks that are rounded already, so that it makes up for their errors too. The model must be of the family of
     ``check_family``. group_size: input features that share a scale."""
     model, context, added = _opened(source, sequences)
-    stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, FourBits]()
+    stored, found = LazyTensors.of(source, torch.float32), dict[str, FourBits]()
     residual = torch.zeros_like(added)
     for i, layer in enumerate(model.layers):
         progress("calibrating", i / len(model.layers))
@@ -128,7 +127,7 @@ def smoothed(
     """Factors of the tensors of ``source``, by name, for a scheme and a group size of ``write_quantised``. The model
     must be of the family of ``check_family``."""
     model, context, added = _opened(source, sequences)
-    stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, Factors]()
+    stored, found = LazyTensors.of(source, torch.float32), dict[str, Factors]()
     residual = torch.zeros_like(added)
     for i, layer in enumerate(model.layers):
         progress("calibrating", i / len(model.layers))

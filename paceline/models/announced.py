@@ -21,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.model_files import read_json
 from paceline.models.registry import KEPT_FLOAT32
 from paceline.models.weight_files import MAX_HEADER_BYTES, weight_files
+from paceline.models.wrapped import naming
 
 RANGE = re.compile(r"\{(\d{1,6})-(\d{1,6})\}")
 MAX_TENSORS = 1_000_000  # of a checkpoint; the largest public ones have a tenth
@@ -49,7 +50,7 @@ def read_announced(path: Path) -> tuple[dict[str, Any], dict[str, Announced]]:
         found: dict[str, Announced] = {}
         for file in weight_files(path):
             found |= _header(file)
-        return read_json(path / "config.json"), _bounded(found, path)
+        return _own_names(read_json(path / "config.json"), _bounded(found, path), path)
     if not path.is_file():
         hint = "`paceline pull` prints the folder of a known model"
         raise ConfigError("model", f"{path} is no model folder, no GGUF file and no JSON file with tensors; {hint}")
@@ -57,7 +58,21 @@ def read_announced(path: Path) -> tuple[dict[str, Any], dict[str, Announced]]:
     config, listed = raw.get("config"), raw.get("tensors")
     if not isinstance(config, dict) or not isinstance(listed, list):
         raise ConfigError("model", f"{path} needs config, an object, and tensors, a list")
-    return config, _expanded(listed, path)
+    return _own_names(config, _expanded(listed, path), path)
+
+
+def _own_names(
+    raw: dict[str, Any], announced: Mapping[str, Announced], path: Path
+) -> tuple[dict[str, Any], dict[str, Announced]]:
+    """``raw``, and the language model's tensors by its own names (models.wrapped)."""
+    names, found = naming(raw), dict[str, Announced]()
+    for name, tensor in announced.items():
+        if (own := names(name)) is None:
+            continue
+        if own in found:
+            raise ConfigError("model", f"tensor {own} is twice in {path}")
+        found[own] = tensor
+    return raw, found
 
 
 def _header(file: Path) -> dict[str, Announced]:

@@ -12,6 +12,7 @@ from paceline.model_files import read_eos_token_ids, read_json
 from paceline.models.deepseek_config import MlaSpec
 from paceline.models.families import FAMILIES, Family
 from paceline.models.moe_config import MoeSpec
+from paceline.models.wrapped import WRAPPED, text_config
 from paceline.parallel.slabs import sum_slabs
 
 # What each kind of rope scaling needs beside its name.
@@ -109,6 +110,7 @@ class ModelSpec:
 
     @classmethod
     def _from_json(cls, raw: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> ModelSpec:
+        raw = text_config(raw)
         family = _family(raw)
         _refuse_unsupported(raw)
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
@@ -146,7 +148,7 @@ def _family(raw: Mapping[str, Any]) -> Family:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    raise ConfigError("model", f"architecture {names} is not supported; supported: {', '.join(FAMILIES)}")
+    raise ConfigError("model", f"architecture {names} is not supported; supported: {', '.join([*FAMILIES, *WRAPPED])}")
 
 
 def _kv_heads(raw: Mapping[str, Any], family: Family, heads: int) -> int:

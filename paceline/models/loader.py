@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,8 +20,11 @@ from paceline.errors import ConfigError
 from paceline.layers.bits import by_kernels
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
+from paceline.model_files import read_json
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
+from paceline.models.weight_files import weight_files
+from paceline.models.wrapped import Naming, naming, same_name
 
 log = logging.getLogger(__name__)
 
@@ -172,15 +175,22 @@ def rounded_already() -> ConfigError:
 class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors of several safetensors files, read on access; floating ones are converted to ``dtype``."""
 
-    def __init__(self, files: list[Path], dtype: torch.dtype) -> None:
+    def __init__(self, files: list[Path], dtype: torch.dtype, names: Naming = same_name) -> None:
         self._dtype = dtype
-        self._where: dict[str, Any] = {}  # tensor name -> the open file that holds it
+        self._where: dict[str, tuple[Any, str]] = {}  # tensor name -> the open file that holds it, its name there
         for file in files:
             opened = _open(file)
-            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+            for stored in opened.keys():  # noqa: SIM118  (not a mapping)
+                if (name := names(stored)) is None:
+                    continue
                 if name in self._where:
-                    raise ConfigError("model", f"tensor {name} is in two files of {file.parent}")
-                self._where[name] = opened
+                    raise ConfigError("model", f"tensor {name} is twice in the files of {file.parent}")
+                self._where[name] = (opened, stored)
+
+    @classmethod
+    def of(cls, folder: Path, dtype: torch.dtype) -> Self:
+        """The tensors of a folder's language model, by its own names (models.wrapped)."""
+        return cls(weight_files(folder), dtype, naming(read_json(folder / "config.json")))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self.stored(name)
@@ -188,17 +198,20 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as it lies in its file."""
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        opened, stored = self._where[name]
+        tensor: torch.Tensor = opened.get_tensor(stored)
         return tensor
 
     def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """The rows, or rows and columns, ``index`` of a tensor; the rest is not read."""
-        tensor: torch.Tensor = self._where[name].get_slice(name)[index]
+        opened, stored = self._where[name]
+        tensor: torch.Tensor = opened.get_slice(stored)[index]
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def layout(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Type, by safetensors' name for it (``BF16``, ``F8_E4M3``, ``I32``), and shape; nothing else is read."""
-        found = self._where[name].get_slice(name)
+        opened, stored = self._where[name]
+        found = opened.get_slice(stored)
         return str(found.get_dtype()), tuple(found.get_shape())
 
     def __iter__(self) -> Iterator[str]:

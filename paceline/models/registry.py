@@ -21,6 +21,7 @@ from paceline.models.quantization.base import Scheme
 from paceline.models.quantization.schemes import read_scheme
 from paceline.models.quantization.tensors import QuantizedTensors
 from paceline.models.weight_files import gguf_file, weight_files
+from paceline.models.wrapped import text_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of option dtype
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
@@ -34,8 +35,7 @@ class CheckpointTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name.endswith(KEPT_FLOAT32):
-            kept: torch.Tensor = self._where[name].get_tensor(name)
-            return kept.float()
+            return self.stored(name).float()
         return super().__getitem__(name)
 
 
@@ -69,7 +69,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
 
         return GgufTensors(GgufFile(gguf), dtype)
     scheme = scheme_of(read_json(folder / "config.json"))
-    tensors = CheckpointTensors(weight_files(folder), dtype)
+    tensors = CheckpointTensors.of(folder, dtype)
     if scheme is not None:
         return QuantizedTensors(tensors, scheme, dtype)
     if scale := next((name for name in tensors if name.endswith(FP8_SCALE)), None):
@@ -80,6 +80,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a checkpoint by its config.json; None for floats, and where the family's class reads its scheme
     itself. Raises ConfigError."""
+    raw = text_config(raw)
     config = quantization_config(raw) or {}
     families = [FAMILIES[name] for name in raw.get("architectures") or () if name in FAMILIES]
     own = any(config.get("quant_method") in family.quant_methods for family in families)

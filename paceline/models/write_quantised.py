@@ -22,6 +22,7 @@ from paceline.models.quantization.packing import pack
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE, ROWS_AT_ONCE, SCHEMES, round_to_nearest
 from paceline.models.smoothed import Factors
 from paceline.models.weight_files import INDEX_FILE, weight_files
+from paceline.models.wrapped import text_config
 
 Progress = Callable[[str, float], None]
 SHARD_BYTES = 2 << 30  # a shard is held in memory until it is written
@@ -83,7 +84,7 @@ def write_quantised(
     """
     raw = check_source(source, scheme, group_size)
     files = weight_files(source)
-    stored = LazyTensors(files, torch.float32)
+    stored = LazyTensors.of(source, torch.float32)
     rounded = _linear_names(stored)
     shards = _Shards(folder)
     for i, name in enumerate(stored):
@@ -107,16 +108,17 @@ def write_quantised(
 
 
 def check_source(source: Path, scheme: str, group_size: int = GROUP_SIZE) -> dict[str, Any]:
-    """The config.json of ``source``. Raises ConfigError for what ``write_quantised`` cannot write: another scheme or
-    group size, weights that are quantised already, no layers that are known, and layers that are no whole groups."""
+    """The config.json of ``source``, of its language model alone. Raises ConfigError for what ``write_quantised``
+    cannot write: another scheme or group size, weights that are quantised already, no layers that are known, and layers
+    that are no whole groups."""
     if scheme not in SCHEMES:
         raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
     if group_size not in GROUP_SIZES:
         raise ConfigError("group_size", f"{group_size} is not one of {', '.join(map(str, GROUP_SIZES))}")
-    raw = read_json(source / "config.json")
+    raw = dict(text_config(read_json(source / "config.json")))
     if quantization_config(raw) is not None:
         raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
-    stored = LazyTensors(weight_files(source), torch.float32)
+    stored = LazyTensors.of(source, torch.float32)
     names = _linear_names(stored)
     if not names:
         raise ConfigError("model", f"{source} has no linear layers that are known here")

@@ -14,8 +14,8 @@ from paceline.attention.cpu import CpuAttention, RowPlan
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels, set_threads
-from tests.support.needs import LESSER_BUILDS, needs_kernels
+from paceline.layers.build import set_threads
+from tests.support.needs import LESSER_BUILDS, lesser_kernels, needs_kernels
 from tests.support.pool_rows import write_rows
 from tests.support.tolerance import Tolerance
 
@@ -185,7 +185,7 @@ def test_tiles_that_move_with_the_batch_fail_the_invariance_check(dtype: torch.d
 
 def test_lesser_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable path, on a host that has more: invariant too, and close to the reference."""
-    library = load_kernels(LESSER_BUILDS[0])
+    library = lesser_kernels(LESSER_BUILDS[0])
     assert library is not None
     monkeypatch.setattr("paceline.attention.cpu.load_kernels", lambda: library)
     for dtype in DTYPES:

@@ -13,8 +13,7 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels
-from tests.support.needs import LESSER_BUILDS, needs_kernels
+from tests.support.needs import LESSER_BUILDS, lesser_kernels, needs_kernels
 from tests.support.pool_rows import write_rows
 from tests.support.tolerance import Tolerance
 
@@ -31,7 +30,7 @@ BUILDS = [(), *LESSER_BUILDS]
 @pytest.fixture(params=BUILDS, ids=lambda flags: "".join(flags) or "host", autouse=True)
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Every build of the kernels; sets its threads."""
-    library = load_kernels(request.param)
+    library = lesser_kernels(request.param)
     assert library is not None
     monkeypatch.setattr("paceline.attention.cpu.load_kernels", lambda: library)
     yield library.pl_set_threads

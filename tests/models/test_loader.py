@@ -142,7 +142,7 @@ def test_second_copy_beside_the_model_is_ignored(tmp_path: Path) -> None:
 def test_tensor_in_two_files(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"a": torch.zeros(2)}, tmp_path / name)
-    with pytest.raises(ConfigError, match="tensor a is in two files"):
+    with pytest.raises(ConfigError, match="tensor a is twice in the files"):
         load_weights(tmp_path, torch.float32)
 
 

@@ -24,7 +24,15 @@ CAUGHT = 1e-8
 DRAWS = 50_000
 POSITIONS = range(100)
 EVEN, ODD = range(0, 200, 2), range(1, 200, 2)  # position pairs (0, 1), (2, 3), ...
-CUTS: list[dict[str, Any]] = [{}, {"top_k": 4}, {"top_p": 0.85}, {"top_k": 10, "top_p": 0.9, "min_p": 0.02}]
+CASES: list[tuple[int, float, dict[str, Any]]] = [  # (vocabulary, temperature, cut)
+    (8, 0.3, {}),
+    (16, 0.7, {}),
+    (16, 1.0, {}),
+    (8, 1.5, {}),
+    (8, 1.5, {"top_k": 4}),
+    (16, 0.7, {"top_p": 0.85}),
+    (16, 1.0, {"top_k": 10, "top_p": 0.98, "min_p": 0.05}),  # min_p cuts most
+]
 
 
 def logits_of(size: int, seed: int) -> torch.Tensor:
@@ -38,8 +46,7 @@ def draw(logits: torch.Tensor, params: SamplingParams, positions: Sequence[int])
     return np.array(sample_rows(logits.expand(len(rows), -1), rows))
 
 
-@pytest.mark.parametrize(("size", "temperature"), [(8, 0.3), (16, 0.7), (16, 1.0), (8, 1.5)])
-@pytest.mark.parametrize("cut", CUTS, ids=["plain", "top_k", "top_p", "all"])
+@pytest.mark.parametrize(("size", "temperature", "cut"), CASES)
 def test_draws_follow_the_processed_distribution(
     size: int, temperature: float, cut: dict[str, Any], chi_square: ChiSquare
 ) -> None:

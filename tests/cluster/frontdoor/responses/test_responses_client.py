@@ -326,7 +326,7 @@ async def test_leaving_frees_the_nodes_and_keeps_nothing(
     asking = asyncio.create_task(client.responses.create(model=MODEL, input="hi", stream=stream))
     await asyncio.wait_for(router.started.wait(), PROMPT_S)
     if stream:
-        await (await asking).close()  # type: ignore[union-attr]
+        await (await asking).close()
     else:
         asking.cancel()
     await asyncio.wait_for(router.ended.wait(), PROMPT_S)
