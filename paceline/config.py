@@ -151,8 +151,8 @@ class ServeConfig(EngineConfig):
     last at once. Fewer pieces cost routers less. 0 tells each round by itself."""
 
     read_timeout_s: float = Field(default=15.0, gt=0)
-    """Seconds that a client may keep a full queue of chunks waiting before its request ends. Reading four chunks a
-    second is enough."""
+    """Seconds that a client may keep a full queue of chunks waiting before its request ends; a fifth of it while other
+    requests wait for the nodes. Reading four chunks a second is enough."""
 
     chat_template: Annotated[str, Group("Chats and tools")] = ""
     """File with a chat template (jinja) to use in place of the model's own. Empty takes the model's."""

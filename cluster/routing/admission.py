@@ -49,6 +49,7 @@ class Place:
     entered_at: float
     tenant: str = ""
     running: bool = False
+    left: bool = False
     request: Waiting | None = None  # set while queued
     turn: asyncio.Future[None] | None = None
 
@@ -125,7 +126,10 @@ class Admission:
             raise self._overloaded(f"the turn did not come within {self._timeout_s:g} s") from None
 
     def leave(self, place: Place) -> None:
-        """The request is over, wherever it was; once for each place."""
+        """The request is over, wherever it was. Idempotent."""
+        if place.left:
+            return
+        place.left = True
         self.slots -= place.slots
         if place.running:
             self.running_slots -= place.slots

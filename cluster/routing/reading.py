@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 CREDIT_S = 0.25  # that a chunk taken gives back: the least rate is four chunks a second while as many wait
+LOOK_S = 0.5  # from one look at a queue to the next
+WANTED = 5.0  # that a second counts in which others wait for the nodes
 
 
 class ChunkQueue(asyncio.Queue[Any]):
@@ -28,24 +30,36 @@ class ChunkQueue(asyncio.Queue[Any]):
 
 
 class Reading:
-    """Adds up the seconds in which the reader kept a full queue waiting. At ``limit_s`` it calls ``too_slow``, once."""
+    """Adds up the seconds in which the reader kept a full queue waiting; one in which somebody else waits for what it
+    holds counts ``WANTED``. At ``limit_s`` it calls ``too_slow``, once."""
 
-    def __init__(self, limit_s: float, too_slow: Callable[[], None]) -> None:
-        self._limit_s, self._too_slow = limit_s, too_slow
+    def __init__(self, limit_s: float, others_wait: Callable[[], bool], too_slow: Callable[[], None]) -> None:
+        self._limit_s, self._others_wait, self._too_slow = limit_s, others_wait, too_slow
         self._waited_s = 0.0
 
     @contextmanager
     def of(self, queue: asyncio.Queue[Any]) -> Iterator[None]:
         """Around the time in which the reader has a chunk and does not ask for the next."""
-        since = time.monotonic()
-        timer = asyncio.get_running_loop().call_later(self._limit_s - self._waited_s, self._check, queue, since)
+        self._since = time.monotonic()
+        self._look_later(queue)
         try:
             yield
         finally:
-            timer.cancel()
-            full_s = time.monotonic() - since if queue.full() else 0.0
-            self._waited_s = max(0.0, self._waited_s + full_s - CREDIT_S)
+            self._timer.cancel()
+            self._waited_s = max(0.0, self._waited_s + self._counted(queue, CREDIT_S))
 
-    def _check(self, queue: asyncio.Queue[Any], since: float) -> None:
-        if queue.full():
+    def _look_later(self, queue: asyncio.Queue[Any]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(min(self._limit_s, LOOK_S), self._look, queue)
+
+    def _look(self, queue: asyncio.Queue[Any]) -> None:
+        self._waited_s += self._counted(queue)
+        if self._waited_s >= self._limit_s:
             self._too_slow()
+        else:
+            self._look_later(queue)
+
+    def _counted(self, queue: asyncio.Queue[Any], less_s: float = 0.0) -> float:
+        """Seconds since the last look, if the queue is full, and ``less_s`` fewer."""
+        since, self._since = self._since, time.monotonic()
+        full_s = self._since - since if queue.full() else 0.0
+        return (full_s - less_s) * (WANTED if self._others_wait() else 1.0)

@@ -169,7 +169,7 @@ class Router:
             over = self.metrics.request_ended
             on_plan(plan)
             with journaled(self._journal, plan, request, received) as tell:
-                async with aclosing(self._run(runs, started_at)) as chunks:
+                async with aclosing(self._run(runs, started_at, place)) as chunks:
                     async for chunk in chunks:
                         used += len(chunk.token_ids)
                         tell(chunk)
@@ -286,10 +286,10 @@ class Router:
         await self._admission.turn(place, plan.admitted.tenant, plan.admitted.priority, plan.num_tokens)
         self.metrics.request_started(time.monotonic() - since)
 
-    async def _run(self, runs: list[ChoiceRun], started_at: float) -> AsyncGenerator[Chunk, None]:
+    async def _run(self, runs: list[ChoiceRun], started_at: float, place: Place) -> AsyncGenerator[Chunk, None]:
         queue = ChunkQueue(QUEUE_CHUNKS)
         deadline = started_at + self.config.request_timeout_s
-        reading = Reading(self.config.read_timeout_s, lambda: self._unread(queue, tasks))
+        reading = Reading(self.config.read_timeout_s, self._others_wait, lambda: self._unread(queue, tasks, place))
         tasks = [
             asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id) for run in runs
         ]
@@ -309,14 +309,18 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def _unread(self, queue: ChunkQueue, tasks: list[asyncio.Task[None]]) -> None:
-        """The client does not read: free the nodes, and tell it should it come back."""
+    def _others_wait(self) -> bool:
+        """Whether a request waits for its turn here, or at a node that decodes for pages."""
+        return self._admission.waiting > 0 or any(n.waiting for n in self._registry.nodes() if n.role == "decode")
+
+    def _unread(self, queue: ChunkQueue, tasks: list[asyncio.Task[None]], place: Place) -> None:
+        """The client does not read: free the nodes and its place, and tell it should it come back."""
+        self._admission.leave(place)
         for task in tasks:
             task.cancel()
         while not queue.empty():
             queue.get_nowait()
-        limit_s = self.config.read_timeout_s
-        queue.end(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
+        queue.end(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for too long"))
 
     def _choices(
         self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,28 @@ async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(n
             async for _ in stream:
                 pass
         await nodes.idle()
+
+
+@pytest.mark.parametrize("where", ["for its turn", "at a node"])
+async def test_others_wait_a_fifth_as_long_for_a_client_that_does_not_read(where: str) -> None:
+    """Mutants: every second counts alike; nobody asks whether one waits there."""
+    async with fleet(read_timeout_s=10, max_inflight=1) as nodes:
+        node = nodes.nodes["decode-0"]
+        node.script = Script(round_size=1)
+        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(seed=5, ignore_eos=True), 100))
+        await anext(stream)
+        (running,) = nodes.router._tasks
+        if where == "at a node":
+            nodes.registry.records["decode-0"] = replace(node.record, waiting=1)
+        else:
+            late = nodes.router.generate(GenerationRequest("late", SamplingParams(seed=6, ignore_eos=True), 2))
+            first = asyncio.ensure_future(anext(late))
+        async with asyncio.timeout(7):  # and 2.5 s are enough
+            while not running.done():
+                await asyncio.sleep(0.02)
+            if where == "for its turn":
+                await first
+                await late.aclose()
+        with pytest.raises(DeadlineExceeded, match="chunks waiting"):
+            async for _ in stream:
+                pass
