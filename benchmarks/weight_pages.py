@@ -34,8 +34,8 @@ from paceline.config import NodeConfig
 from paceline.host_memory import host_zeros
 from paceline.huge_pages import HUGE_PAGE, ReadableMap
 from paceline.layers.weight_file import WeightFile
+from paceline.long_lived import settle
 from paceline.models.hub import resolve_model
-from paceline.ranks.process import settle
 
 HUGE, SMALL, OWN = KINDS = ("shared, huge pages", "shared, small pages", "own")
 NODES = 2  # processes of each kind

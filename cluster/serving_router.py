@@ -23,6 +23,7 @@ from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
+from paceline.long_lived import settle
 from paceline.results import TextSource
 from paceline.rpc.audit import Audit
 from paceline.rpc.grants import Grants
@@ -94,6 +95,7 @@ class ServingRouter:
         self._parts.at_end("router", self.router.close)
         self._share_quarantine()
         await self._serve(metrics, access)
+        settle()
 
     def _metrics(self) -> Metrics:
         from cluster.routing.metrics import Metrics

@@ -91,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
         async with answering_errors(context):
-            return trace_to_proto(await self._router.trace(request.request_id))
+            return await asyncio.to_thread(trace_to_proto, await self._router.trace(request.request_id))
         raise AssertionError("unreachable: the context was aborted")
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
@@ -27,6 +25,7 @@ from cluster.state.registry_types import NodeRecord, Registry
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
 from paceline.logs import configure_logging
+from paceline.long_lived import give_back_memory, settle, uncollected
 from paceline.phases import current_phase, phase
 from paceline.role_options import kind_of
 from paceline.v1.inference_pb2 import NodeInfo
@@ -78,19 +77,6 @@ class Node(Protocol):
         """Refuse new work, let what runs finish for ``grace_s`` seconds, then end."""
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Nothing is collected inside. Importing torch makes many objects that stay: walking them again and again as they
-    grow would make each start of a node longer."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
     """The node of a role; imports torch, and what it will load its model with: a standby is to have it all."""
     with uncollected():
@@ -113,12 +99,6 @@ def give_place_back() -> None:
 
     if ray.is_initialized() and (group := get_current_placement_group()) is not None:
         remove_placement_group(group)
-
-
-def give_back_memory() -> None:
-    """Return what loading has freed to the system: glibc would keep it in the arenas of the threads that loaded."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class NodeHost:
@@ -180,10 +160,7 @@ class NodeHost:
             node = self._node_id, self._generation
             self._publisher = CachePublisher(registry.url, node, cache, registry.lease_ttl_s, registry.namespace)
             self._publisher.start()
-        # Modules, model and tables live as long as the process: full collections need not walk them again and again.
-        gc.collect()
-        gc.freeze()
-        give_back_memory()
+        settle()
         return self._address
 
     def _register(self, keeper: LeaseKeeper) -> None:

@@ -44,14 +44,19 @@ async def collect(
             except NodeFailure:
                 return None
 
-    own = recorder.read(request_id, ROUTER, salt)
     answers = await asyncio.gather(*(ask(node) for node in nodes))
     silent = tuple(node.id for node, answer in zip(nodes, answers, strict=True) if answer is None)
-    parts = [own, *(trace_from_proto(request_id, answer) for answer in answers if answer is not None)]
-    events = sorted((event for part in parts for event in part.events), key=lambda event: event.start_s)
-    if not events:
+
+    def merged() -> RequestTrace:
+        own = recorder.read(request_id, ROUTER, salt)
+        parts = [own, *(trace_from_proto(request_id, answer) for answer in answers if answer is not None)]
+        events = sorted((event for part in parts for event in part.events), key=lambda event: event.start_s)
+        return RequestTrace(request_id, tuple(events), silent, sum(part.dropped for part in parts))
+
+    found = await asyncio.to_thread(merged)  # thousands of events would hold streams up
+    if not found.events:
         raise not_kept(request_id, recorder.num_requests, silent)
-    return RequestTrace(request_id, tuple(events), silent, sum(part.dropped for part in parts))
+    return found
 
 
 def not_kept(request_id: str, kept: int, silent: tuple[str, ...] = ()) -> NotFound:

@@ -8,12 +8,10 @@ outlive.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from paceline.layers.bits import layer_bits
 from paceline.layers.build import set_threads
 from paceline.layers.shared_weights import shared_weights
 from paceline.logs import configure_logging
+from paceline.long_lived import settle
 from paceline.models.config import ModelSpec
 from paceline.models.registry import DTYPES
 from paceline.ranks.channel import Channel, Kind
@@ -88,15 +87,6 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
     return Follower(model, pool, attention, commands, rows, lanes, group)
-
-
-def settle() -> None:
-    """What lives now lives as long as the process: no collection of garbage, for which all ranks would wait, walks it.
-    What loading has freed goes back to the system."""
-    gc.collect()
-    gc.freeze()
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def told(channel: Channel, error: Exception) -> None:

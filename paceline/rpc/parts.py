@@ -3,6 +3,8 @@ object of a hundred, and the interpreter stands still meanwhile."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from google.protobuf.descriptor import Descriptor
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -25,15 +27,15 @@ def too_many_fields(descriptor: Descriptor, data: bytes, most: int) -> bool:
 
 def _count(descriptor: Descriptor, data: bytes, at: int, end: int, left: int, depth: int) -> int:
     """Fields that are left after those from ``at`` to ``end``; below 0: too many."""
-    inner = {number: field.message_type for number, field in descriptor.fields_by_number.items() if field.message_type}
+    inner = _messages(descriptor)
     while at < end:
         left -= 1
         if left < 0:
             return left
-        tag, at = _varint(data, at, end)
+        tag, at = (data[at], at + 1) if data[at] < 128 else _varint(data, at, end)
         kind = tag & 7
         if kind == _LENGTH:
-            size, at = _varint(data, at, end)
+            size, at = (data[at], at + 1) if at < end and data[at] < 128 else _varint(data, at, end)
             if at + size > end:
                 raise _NoMessage
             message = inner.get(tag >> 3)
@@ -49,6 +51,12 @@ def _count(descriptor: Descriptor, data: bytes, at: int, end: int, left: int, de
         else:  # groups, which no message of ours has
             raise _NoMessage
     return left
+
+
+@lru_cache(maxsize=256)  # messages of our own: there are fewer
+def _messages(descriptor: Descriptor) -> dict[int, Descriptor]:
+    """The fields, by their numbers, that are messages."""
+    return {number: field.message_type for number, field in descriptor.fields_by_number.items() if field.message_type}
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:

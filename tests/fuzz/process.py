@@ -19,6 +19,7 @@ from cluster.state.journal import open_journal
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
+from paceline.long_lived import settle
 from paceline.speculation import TreeKind
 from paceline.text.tokenizer import Tokenizer
 from tests.support.tiny_chat import CHAT_VOCAB
@@ -69,6 +70,7 @@ async def run_router(folder: str, redis_url: str) -> None:
     router = Router(directory, tokenizer, config, MODEL, CONTEXT, CHAT_VOCAB, metrics=metrics, journal=journal)
     http = await serve_http(create_app(router, metrics), "127.0.0.1", 0)
     grpc = await serve_grpc(router, "127.0.0.1:0")
+    settle()
     print(f"127.0.0.1:{grpc.port} 127.0.0.1:{http.port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await grpc.stop(GRACE_S)
