@@ -4,8 +4,10 @@ leave the field out."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ from paceline.rpc.unknown import read_known
 from paceline.rpc.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
-MAX_SEARCHED_BYTES = 64 * 1024  # of a message: the search is done in Python, on the event loop
+MAX_SEARCHED_BYTES = 64 * 1024  # of a message that is read on the event loop, and searched in Python
 MAX_SEARCHED_FIELDS = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,6 +38,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         on_refused: hears of each, on the event loop."""
         self._max_fields, self._on_refused = max_fields, on_refused
         self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
+        self._large = ThreadPoolExecutor(1, "large-messages")  # reads those above MAX_SEARCHED_BYTES, one by one
 
     async def intercept_service(
         self,
@@ -49,9 +52,16 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         made = self._made.get(method)
         if made is None or made[0] is not handler:  # it is made once: each call would pay for it
-            made = self._made[method] = handler, _refusing(handler, self._max_fields, self._on_refused)
+            made = self._made[method] = handler, _refusing(handler, self._max_fields, self._on_refused, self._large)
         answer: grpc.RpcMethodHandler[Any, Any] = made[1]
         return answer
+
+
+@dataclass(frozen=True)
+class _Large:
+    """Stands in for a message that is read beside the event loop, for which all streams would wait."""
+
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -98,14 +108,14 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _refusing(handler: Any, max_fields: int | None, on_refused: Callable[[], None]) -> Any:
-    """A handler that refuses what ``handler`` cannot read, and otherwise does the same."""
+def _refusing(handler: Any, max_fields: int | None, on_refused: Callable[[], None], large: Executor) -> Any:
+    """A handler that refuses what ``handler`` cannot read, and otherwise does the same. large: where long messages are
+    read."""
     message_type = handler.request_deserializer.__self__  # generated code passes the message class's FromString
     descriptor = message_type.DESCRIPTOR
 
     def read(data: bytes) -> Any:
-        counted = max_fields is not None and len(data) > MAX_SEARCHED_BYTES
-        if counted and too_many_fields(descriptor, data, max_fields or 0):
+        if max_fields is not None and len(data) > MAX_SEARCHED_BYTES and too_many_fields(descriptor, data, max_fields):
             return _Malformed(InvalidRequest("request", f"has more than {max_fields} fields and messages"))
         try:
             return read_known(message_type, data)
@@ -117,13 +127,27 @@ def _refusing(handler: Any, max_fields: int | None, on_refused: Callable[[], Non
     kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
     make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
     behave = getattr(handler, f"{kind[0]}_{kind[1]}")
-    return make(_checking(behave, handler.request_streaming, on_refused), read, handler.response_serializer)
+
+    def read_if_short(data: bytes) -> Any:
+        return _Large(data) if len(data) > MAX_SEARCHED_BYTES else read(data)
+
+    async def whole(request: Any) -> Any:
+        if not isinstance(request, _Large):
+            return request
+        return await asyncio.get_running_loop().run_in_executor(large, read, request.data)
+
+    checking = _checking(behave, handler.request_streaming, whole, on_refused)
+    return make(checking, read_if_short, handler.response_serializer)
 
 
-def _checking(behave: Any, streams_in: bool, on_refused: Callable[[], None]) -> Any:
-    """A function of the same kind as ``behave`` that checks the request, or each request of a stream, before it."""
+def _checking(
+    behave: Any, streams_in: bool, whole: Callable[[Any], Awaitable[Any]], on_refused: Callable[[], None]
+) -> Any:
+    """A function of the same kind as ``behave`` that checks the request, or each request of a stream, before it.
+    whole: the message of what gRPC's own reader made."""
 
     async def well_formed(request: Any, context: Context) -> Any:
+        request = await whole(request)
         if isinstance(request, _Malformed):
             on_refused()
             code, details = status_for(request.error)
