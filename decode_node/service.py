@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -69,7 +68,7 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
         return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return await asyncio.to_thread(self._shell.trace, request)
+        return await self._shell.trace(request)
 
     async def Recall(self, request: node_pb2.RecallRequest, context: Context) -> node_pb2.RecallResponse:
         async with answering_errors(context):

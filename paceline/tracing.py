@@ -8,17 +8,23 @@ line up to well under a millisecond, hosts as well as their clocks do.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from paceline.results import RequestTrace, TraceEvent
 
 MAX_EVENTS = 2_000  # of one sequence in one process
+MAX_TOLD_EVENTS = 4 * MAX_EVENTS  # of one request, which may have many sequences
 MAX_TOTAL_EVENTS = 100_000  # of one process, as of the moment a sequence is opened: the oldest give way
 MAX_TEXT = 300  # characters of an attribute
 
+T = TypeVar("T")
 _Raw = tuple[str, int, str, float, float | None, dict[str, str | float]]
 
 
@@ -86,6 +92,7 @@ class Recorder:
         self.num_requests = num_requests
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()  # by sequence and owner, oldest first
         self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(1, "traces")
 
     def open(self, request_id: str, track: str, owner: str = "") -> Trace:
         """A trace of the sequence ``request_id``; opened again on the same track it is its next attempt. owner: whose
@@ -109,9 +116,16 @@ class Recorder:
                 if _is_of(key, request_id) and owner in (None, whose)
             }
         unix = time.time() - time.monotonic()
-        events = [_event(node, key, raw, unix) for key, kept in found.items() for raw in list(kept.events)]
-        events.sort(key=lambda event: event.start_s)
-        return RequestTrace(request_id, tuple(events), dropped=sum(kept.dropped for kept in found.values()))
+        raws = [(key, raw) for key, kept in found.items() for raw in list(kept.events)]
+        raws.sort(key=lambda pair: pair[1][3])
+        events = tuple(_event(node, key, raw, unix) for key, raw in raws[:MAX_TOLD_EVENTS])
+        dropped = sum(kept.dropped for kept in found.values()) + len(raws) - len(events)
+        return RequestTrace(request_id, events, dropped=dropped)
+
+    async def beside_the_loop(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns. It reads traces in the one thread that does: the thousands of events of a long one, or
+        many that are asked for at once, hold no stream up."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     def _evict(self) -> None:
         """The newest stays, whatever it is."""

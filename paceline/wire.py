@@ -236,24 +236,27 @@ def sequence_digest(message: node_pb2.SequenceRequest) -> bytes:
 
 def trace_to_proto(trace: RequestTrace) -> trace_pb2.TraceResponse:
     """What is kept of one request."""
-    return trace_pb2.TraceResponse(
-        events=[_trace_event_to_proto(event) for event in trace.events], silent=trace.silent, dropped=trace.dropped
-    )
-
-
-def _trace_event_to_proto(event: TraceEvent) -> trace_pb2.TraceEvent:
-    given = event.attributes
-    return trace_pb2.TraceEvent(
-        node=event.node,
-        track=event.track,
-        sequence=event.sequence,
-        attempt=event.attempt,
-        name=event.name,
-        start_s=event.start_s,
-        end_s=event.end_s,
-        numbers={name: value for name, value in given.items() if not isinstance(value, str)},
-        texts={name: value for name, value in given.items() if isinstance(value, str)},
-    )
+    message = trace_pb2.TraceResponse(silent=trace.silent, dropped=trace.dropped)
+    for event in trace.events:
+        written = message.events.add(
+            node=event.node,
+            track=event.track,
+            sequence=event.sequence,
+            attempt=event.attempt,
+            name=event.name,
+            start_s=event.start_s,
+            end_s=event.end_s,
+        )
+        numbers, texts = (
+            written.numbers,
+            written.texts,
+        )  # protobuf's own ``update`` takes four times as long
+        for name, value in event.attributes.items():
+            if isinstance(value, str):
+                texts[name] = value
+            else:
+                numbers[name] = value
+    return message
 
 
 def trace_from_proto(request_id: str, message: trace_pb2.TraceResponse) -> RequestTrace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
@@ -47,4 +46,4 @@ class PrefillService(node_pb2_grpc.PrefillNodeServicer):
         return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return await asyncio.to_thread(self._shell.trace, request)
+        return await self._shell.trace(request)

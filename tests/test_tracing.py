@@ -30,6 +30,19 @@ def test_overflow_is_counted() -> None:
     assert (len(found.events), found.dropped) == (MAX_EVENTS, 7)
 
 
+def test_what_is_told_of_many_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first events of all. Mutants: the first sequence's alone; what is left out is not counted."""
+    monkeypatch.setattr(tracing, "MAX_TOLD_EVENTS", 4)
+    recorder = Recorder(10)
+    for choice in range(3):
+        trace = recorder.open(f"a#{choice}", "decode")
+        for at in range(3):
+            trace.record("round", start_s=10.0 * at + choice)
+    found = recorder.read("a", "n")
+    assert [event.sequence for event in found.events] == ["a#0", "a#1", "a#2", "a#0"]
+    assert found.dropped == 5
+
+
 def test_the_total_is_bounded_but_the_newest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_TOTAL_EVENTS", 10)
     recorder = Recorder(100)

@@ -53,7 +53,7 @@ async def collect(
         events = sorted((event for part in parts for event in part.events), key=lambda event: event.start_s)
         return RequestTrace(request_id, tuple(events), silent, sum(part.dropped for part in parts))
 
-    found = await asyncio.to_thread(merged)  # thousands of events would hold streams up
+    found = await recorder.beside_the_loop(merged)
     if not found.events:
         raise not_kept(request_id, recorder.num_requests, silent)
     return found

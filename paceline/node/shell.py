@@ -184,10 +184,11 @@ class NodeShell:
             vocab_size=self._runner.vocab_size,
         )
 
-    def trace(self, request: trace_pb2.TraceRequest) -> trace_pb2.TraceResponse:
+    async def trace(self, request: trace_pb2.TraceRequest) -> trace_pb2.TraceResponse:
         """When what happened here to one of the latest requests."""
         owner = request.cache_salt if request.HasField("cache_salt") else None
-        return trace_to_proto(self.recorder.read(request.request_id, self._node_id, owner))
+        kept = self.recorder
+        return await kept.beside_the_loop(lambda: trace_to_proto(kept.read(request.request_id, self._node_id, owner)))
 
     def prefix_cache(self) -> PrefixCache | None:
         """What routers are told of; None: nothing is cached."""
