@@ -231,7 +231,7 @@ class Supervision:
     def _shares_weights(self) -> bool:
         from paceline.layers.weight_file import copies_fit, huge_pages_need_own_memory
         from paceline.models.hub import resolve_model
-        from paceline.models.weight_files import gguf_file, weight_files
+        from paceline.models.weight_files import gguf_file, gguf_parts, weight_files
 
         config = self.config
         if config.share_weights != "auto":
@@ -240,7 +240,8 @@ class Supervision:
             return True
         folder = resolve_model(config.model)
         gguf = gguf_file(folder)
-        size = sum(file.stat().st_size for file in ([gguf] if gguf else weight_files(folder)))
+        files = gguf_parts(gguf) if gguf else weight_files(folder)
+        size = sum(file.stat().st_size for file in files)
         available = psutil.virtual_memory().available
         return not copies_fit(size, config.prefill_nodes + config.decode_nodes, available)
 

@@ -46,16 +46,19 @@ def _gguf_digest(file: Path, digest: hashlib.blake2b) -> str:
     from paceline.models.gguf.file import GgufFile
 
     opened = GgufFile(file)
-    places = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
-    size, begin = file.stat().st_size, places[0].offset if places else 0
-    digest.update(f"gguf\0{size}\0".encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(begin))
-        for tensor in places:
-            stream.seek(tensor.offset + tensor.num_bytes // 2)
-            digest.update(stream.read(min(SAMPLE_BYTES, tensor.num_bytes)))
-        stream.seek(max(size - EDGE_BYTES, 0))
-        digest.update(stream.read(EDGE_BYTES))
+    for i, part in enumerate(opened.parts):
+        places = [tensor for tensor in opened.tensors.values() if tensor.part == i]
+        places.sort(key=lambda tensor: tensor.offset)
+        size = part.stat().st_size
+        begin = places[0].offset if places else min(size, MAX_HEADER_BYTES)
+        digest.update(f"gguf\0{size}\0".encode())
+        with part.open("rb") as stream:
+            digest.update(stream.read(begin))
+            for tensor in places:
+                stream.seek(tensor.offset + tensor.num_bytes // 2)
+                digest.update(stream.read(min(SAMPLE_BYTES, tensor.num_bytes)))
+            stream.seek(max(size - EDGE_BYTES, 0))
+            digest.update(stream.read(EDGE_BYTES))
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -14,7 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from tests.support.gguf_files import DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, WIDE, add_tokenizer, random_blocks
 
 EXPERTS, USED, LAYERS = 4, 2, 2
-Fields = Mapping[str, str | int | float | bool]
+Value = str | int | float | bool | list[bool]
+Fields = Mapping[str, Value]
 NAMES = {  # of a layer's tensors: gguf's and Hugging Face's
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
@@ -38,7 +39,12 @@ class ExpertFile:
         self.random = np.random.default_rng(seed)
         self.meant: dict[str, torch.Tensor] = {}
         self._writer = gguf.GGUFWriter(str(path), architecture)
-        adders = {str: self._writer.add_string, bool: self._writer.add_bool, float: self._writer.add_float32}
+        adders: dict[type, Callable[..., None]] = {
+            str: self._writer.add_string,
+            bool: self._writer.add_bool,
+            float: self._writer.add_float32,
+            list: self._writer.add_array,
+        }
         for name, value in fields.items():
             adders.get(type(value), self._writer.add_uint32)(f"{architecture}.{name}", value)
 
@@ -68,13 +74,19 @@ class ExpertFile:
 
     def norm(self, name: str, meaning: str, size: int) -> None:
         """The weight of a norm."""
-        values = self.random.random(size).astype(np.float32) + 0.5
+        self.vector(name, meaning, self.random.random(size).astype(np.float32) + 0.5)
+
+    def vector(self, name: str, meaning: str, values: npt.NDArray[np.float32]) -> None:
+        """These numbers."""
         self._writer.add_tensor(name, values)
         self.meant[meaning] = torch.from_numpy(values)
 
-    def close(self, pre: str = "qwen2") -> dict[str, torch.Tensor]:
-        """Write it, with a tokenizer. Returns what is meant."""
-        add_tokenizer(self._writer, pre)
+    def close(self, tokenizer: str | Callable[[gguf.GGUFWriter], None] = "qwen2") -> dict[str, torch.Tensor]:
+        """Write it, with a tokenizer of bytes by its pre-tokenizer, or another. Returns what is meant."""
+        if isinstance(tokenizer, str):
+            add_tokenizer(self._writer, tokenizer)
+        else:
+            tokenizer(self._writer)
         self._writer.write_header_to_file()
         self._writer.write_kv_data_to_file()
         self._writer.write_tensors_to_file()
@@ -82,9 +94,9 @@ class ExpertFile:
         return self.meant
 
 
-def shape_fields(fields: Fields) -> dict[str, str | int | float | bool]:
+def shape_fields(fields: Fields) -> dict[str, Value]:
     """Fields of the tiny shape, changed by ``fields``."""
-    whole: dict[str, str | int | float | bool] = {
+    whole: dict[str, Value] = {
         "context_length": 128, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": 3 * WIDE,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": DIM,
         "attention.value_length": DIM, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
@@ -138,7 +150,7 @@ def write_gpt_oss(
 ) -> dict[str, torch.Tensor]:
     """A gpt-oss whose matrices are of ``kind``, those of its ``count`` ``experts``, and of their ``up``, of others.
     Returns its weights, each expert's by its own name."""
-    own: dict[str, str | int | float | bool] = {
+    own: dict[str, Value] = {
         "attention.sliding_window": window, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
         "rope.scaling.original_context_length": 32, "rope.freq_base": 150000.0, "expert_count": count,
     }  # fmt: skip

@@ -55,12 +55,16 @@ def write_gguf(
     kind: Kind = Kind.Q4_K,
     pre: str = "smollm",
     fields: Mapping[str, object] | None = None,
+    split: int = 0,
+    fields_apart: bool = False,
 ) -> dict[str, torch.Tensor]:
     """A model of one layer with tensors of several types, q, k and the table in ``kind``. Returns its weights by
-    Hugging Face's names and in its order of rows, float32."""
+    Hugging Face's names and in its order of rows, float32. split: tensors of each part, where there are several.
+    fields_apart: in a part without tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     changed, random = dict(fields or {}), np.random.default_rng(1)
-    writer = gguf.GGUFWriter(str(path), str(changed.pop("general.architecture", architecture)))
+    named = str(changed.pop("general.architecture", architecture))
+    writer = gguf.GGUFWriter(str(path), named, split_max_tensors=split, small_first_shard=fields_apart)
     numbers = {
         "context_length": 128, "embedding_length": HIDDEN, "block_count": 1, "feed_forward_length": WIDE,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": DIM,

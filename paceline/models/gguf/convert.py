@@ -15,6 +15,7 @@ from paceline.layers.rotary import rope_table
 from paceline.models.gguf.experts import expert_config
 from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.gemma import gemma3_config
 from paceline.models.gguf.tensors import ROPE_FACTORS, GgufTensors
 from paceline.models.gguf.tokenizer import write_tokenizer
 
@@ -25,7 +26,9 @@ ARCHITECTURES = {  # Hugging Face's class and type of model
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
+WITH_WINDOWS = ("gpt-oss", "gemma3")
 WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 ENDS = {  # of a turn or a text, which files have one field for; a call of a tool is one
@@ -35,6 +38,7 @@ ENDS = {  # of a turn or a text, which files have one field for; a call of a too
     "qwen3moe": _QWEN_ENDS,
     "gpt-oss": ("<|call|>", "<|endoftext|>"),
     "glm4moe": ("<|user|>", "<|observation|>"),
+    "gemma3": ("<end_of_turn>", "<eos>"),
 }
 TOKENIZER = "tokenizer.json"
 FROM_BESIDE = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -90,12 +94,10 @@ def _named_ends(fields: Fields) -> list[int]:
 
 
 def _known(fields: Fields) -> Fields:
-    """Raises ConfigError for an architecture that is not known, and for a part of a file that was split."""
+    """Raises ConfigError for an architecture that is not known."""
     if fields.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise fields.refused(f"general.architecture {fields.architecture!r} is not supported ({known})")
-    if (parts := fields.common("split.count") or 1) != 1:
-        raise fields.refused(f"it is one of {parts} files; join them with llama-gguf-split --merge")
     return fields
 
 
@@ -120,7 +122,6 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
             "rms_norm_eps": round(float(fields.number("attention.layer_norm_rms_epsilon")), 9),
             "rope_theta": _theta(fields),
             "max_position_embeddings": fields.whole("context_length"),
-            "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -130,6 +131,7 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
         | _heads(file, fields, dim)
         | _rope_scaling(file, fields, dim)
         | _mlps(fields)
+        | (gemma3_config(fields, hidden // heads, dim) if fields.architecture == "gemma3" else {"hidden_act": "silu"})
     )
 
 
@@ -152,7 +154,7 @@ def _heads(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
 
 def _mlps(fields: Fields) -> dict[str, Any]:
     """What the MLPs of an architecture are. Raises ConfigError for experts and windows where it has none."""
-    if fields.architecture != "gpt-oss" and fields.get("attention.sliding_window"):
+    if fields.architecture not in WITH_WINDOWS and fields.get("attention.sliding_window"):
         raise fields.refused(f"sliding windows are not supported in GGUF files of {fields.architecture}")
     if fields.architecture in WITH_EXPERTS:
         wide = fields.whole("expert_feed_forward_length")
@@ -179,7 +181,9 @@ def _rope_scaling(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
         return {"rope_scaling": _yarn(fields)}
     if kind != "linear":
         raise fields.refused(f"rope scaling {kind!r} is not supported (none, linear, yarn, Llama 3's)")
-    return {"rope_scaling": {"rope_type": "linear", "factor": float(fields.number("rope.scaling.factor"))}}
+    if (factor := float(fields.number("rope.scaling.factor"))) <= 0:
+        raise fields.refused(f"{fields.architecture}.rope.scaling.factor is {factor}, expected more than 0")
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
 
 
 def _yarn(fields: Fields) -> dict[str, Any]:

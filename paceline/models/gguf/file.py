@@ -1,5 +1,6 @@
 """The header of a GGUF file, read once and checked before anything in it is believed; tensors stay in the file.
 
+A file that was split is read as one: its first part has the fields of the model, and each part has tensors of its own.
 ``gguf.GGUFReader`` takes every count and length of the file as it is: a made-up one keeps it busy for ever. It also
 makes an array of each token, which takes seconds for a large vocabulary.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from paceline.errors import ConfigError
+from paceline.models.weight_files import gguf_parts, part_name
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_FIELDS, MAX_TENSORS = 1 << 16, 1 << 20
@@ -27,6 +29,7 @@ MAX_NAME, MAX_TEXT = 1 << 10, 1 << 24  # bytes
 MAX_DIMS, MAX_ALIGNMENT = 4, 1 << 16
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by value type
 STRING, ARRAY = 8, 9
+SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 class _Damaged(Exception):
@@ -42,26 +45,61 @@ class GgufTensor:
     kind: GGMLQuantizationType
     offset: int  # bytes from the beginning of the file
     num_bytes: int
+    part: int = 0  # of a file that was split
 
 
 class GgufFile:
-    """A file that was checked: its fields, and its tensors by name."""
+    """A file that was checked, or all parts of one: its fields, and its tensors by name."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is missing, or not a GGUF file that can be read here."""
-        self.path = path
-        try:
-            with path.open("rb") as opened:
-                self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            header = _Header(self._bytes)
-            self.fields, self.tensors = header.read()
-        except (_Damaged, struct.error, UnicodeDecodeError, ValueError, OSError) as error:
-            raise ConfigError("model", f"{path} is not a GGUF file that can be read here: {error}") from None
+        """path: the file, or any part of it. Raises ConfigError for one that is missing, or not a GGUF file that can be
+        read here, and for parts that do not belong together."""
+        self.parts = gguf_parts(path)
+        self.path = self.parts[0]
+        opened = [_opened(part) for part in self.parts]
+        self._bytes = [data for data, _, _ in opened]
+        self.fields = opened[0][1]
+        _check_parts(self.parts, [fields for _, fields, _ in opened], sum(len(tensors) for _, _, tensors in opened))
+        self.tensors: dict[str, GgufTensor] = {}
+        for i, (_, _, tensors) in enumerate(opened):
+            if (twice := next((name for name in tensors if name in self.tensors), None)) is not None:
+                raise ConfigError("model", f"tensor {twice} is in two parts of {self.path.name}")
+            self.tensors |= {name: replace(tensor, part=i) for name, tensor in tensors.items()}
 
     def rows(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, [rows, bytes of a row], read when they are used."""
-        data = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.offset)
+        data = np.frombuffer(self._bytes[tensor.part], np.uint8, tensor.num_bytes, tensor.offset)
         return data.reshape(math.prod(tensor.shape[:-1]), -1)
+
+
+def _opened(path: Path) -> tuple[mmap.mmap, dict[str, Any], dict[str, GgufTensor]]:
+    """The bytes of one file, and what its header says. Raises ConfigError."""
+    try:
+        with path.open("rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return data, *_Header(data).read()
+    except (_Damaged, struct.error, UnicodeDecodeError, ValueError, OSError) as error:
+        raise ConfigError("model", f"{path} is not a GGUF file that can be read here: {error}") from None
+
+
+def _check_parts(parts: Sequence[Path], fields: Sequence[Mapping[str, Any]], num_tensors: int) -> None:
+    """Raise ConfigError for parts that do not say of themselves which they are, or are of another file than the first.
+    num_tensors: of all of them."""
+    first, count = fields[0], len(parts)
+    if count == 1:
+        if (said := first.get(SPLIT_COUNT, 0)) not in (0, 1):
+            named = f" in {part_name('', 0, said)}" if isinstance(said, int) else " as a part's"
+            raise ConfigError(
+                "model", f"{parts[0].name}: it is one of {said!r:.20} files, but its name does not end{named}"
+            )
+        return
+    for i, (part, own) in enumerate(zip(parts, fields, strict=True)):
+        for key, expected in ((SPLIT_NO, i), (SPLIT_COUNT, count), (SPLIT_TENSORS, num_tensors)):
+            if (value := own.get(key)) != expected or isinstance(value, bool):
+                raise ConfigError("model", f"{part.name}: {key} is {value!r:.20}, expected {expected}")
+        others = [name for name in own if name != SPLIT_NO and name in first and own[name] != first[name]]
+        if others:
+            raise ConfigError("model", f"{part.name} is of another file than {parts[0].name}: {others[0]} differs")
 
 
 class _Header:

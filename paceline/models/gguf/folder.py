@@ -1,4 +1,5 @@
-"""A GGUF file as a model folder: its configs and tokenizer are written once beside a link to it; weights stay in it."""
+"""A GGUF file as a model folder: its configs and tokenizer are written once beside links to it, one for each part where
+it was split; weights stay in it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from paceline.errors import ConfigError
 from paceline.layers.build import cache_folder
 from paceline.models.gguf.convert import FROM_BESIDE, write_configs
 from paceline.models.gguf.file import GgufFile
+from paceline.models.weight_files import gguf_parts, part_name
 
-LINK = "model.gguf"
-CONFIGS = 2  # counts up when other configs are written: a folder of another number is made anew
+LINK = "model"  # and .gguf, or what part it is
+CONFIGS = 3  # counts up when other configs are written: a folder of another number is made anew
 
 
 def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], None]) -> Path:
@@ -23,22 +25,25 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
 
     beside: see ``write_configs``. Raises ConfigError where the file cannot be read, or the folder not be written.
     """
-    source = file.resolve()
+    named = gguf_parts(file)
     try:
-        target = cache_folder() / "gguf" / _name(source, beside)
+        sources = [part.resolve() for part in named]
+        target = cache_folder() / "gguf" / _name(sources, beside)
     except OSError as error:
         raise ConfigError("model", f"{file} cannot be read: {error}") from error
     if (target / "config.json").is_file():
         return target
     progress("reading GGUF", 0.0)
-    opened = GgufFile(source)
+    opened = GgufFile(named[0])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.tmp-") as scratch:
             folder = Path(scratch) / "folder"
             folder.mkdir()
             write_configs(opened, folder, beside)
-            (folder / LINK).symlink_to(source)
+            for i, source in enumerate(sources):
+                link = part_name(LINK, i, len(sources)) if len(sources) > 1 else f"{LINK}.gguf"
+                (folder / link).symlink_to(source)
             _publish(folder, target)
     except OSError as error:
         raise ConfigError("model", f"{target} could not be made: {error}") from error
@@ -46,12 +51,12 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
     return target
 
 
-def _name(source: Path, beside: Path | None) -> str:
+def _name(sources: list[Path], beside: Path | None) -> str:
     """A folder's name: where its parts are, then what is written, of which state of the file and of what lies
-    beside it."""
-    files = [source, *(beside / name for name in FROM_BESIDE if beside is not None and (beside / name).is_file())]
+    beside it. sources: its parts."""
+    files = [*sources, *(beside / name for name in FROM_BESIDE if beside is not None and (beside / name).is_file())]
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    where = hashlib.blake2b(f"{source}\0{beside}".encode(), digest_size=8).hexdigest()
+    where = hashlib.blake2b(f"{sources[0]}\0{beside}".encode(), digest_size=8).hexdigest()
     what = hashlib.blake2b(repr((CONFIGS, states)).encode(), digest_size=8).hexdigest()
     return f"{where}-{what}"
 

@@ -56,12 +56,21 @@ GLM = AFTER | {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+GEMMA = AFTER | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 LAYER_NAMES = {  # of the other architectures: DENSE
     "qwen3moe": NORMED | EXPERTS | {"ffn_gate_inp": "mlp.gate"},
     "gpt-oss": ATTENTION | EXPERTS | OSS,
     "glm4moe": ATTENTION | MLP | EXPERTS | GLM,
+    "gemma3": ATTENTION | MLP | GEMMA,
 }
+SHIFTED_NORMS = ("gemma3",)  # architectures whose norms multiply by one more than a checkpoint has
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+UNREAD = {"gemma3": ("v.", "mm.")}  # tensors of images, by the beginnings of their names
 ROPE_FACTORS = "rope_freqs.weight"  # no weight: how far rope is stretched, see convert
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 _Q = GGMLQuantizationType
@@ -116,7 +125,9 @@ class GgufTensors(Mapping[str, LinearWeight]):
         """Raises ConfigError naming a tensor, or a type, that is not known here, and a tensor of all experts that is
         not one of as many as the file says."""
         self._file, self._dtype, self._fields = file, dtype, Fields(file)
-        tensors = [t for t in file.tensors.values() if t.name != ROPE_FACTORS and not self._is_of_module(t)]
+        unread = UNREAD.get(self._fields.architecture, ())
+        read = [t for t in file.tensors.values() if t.name != ROPE_FACTORS and not t.name.startswith(unread)]
+        tensors = [tensor for tensor in read if not self._is_of_module(tensor)]
         kinds = {tensor.kind for tensor in tensors}
         if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *IN_CODES)):
             known = ", ".join(kind.name for kind in (*PLAIN, *IN_CODES))
@@ -162,6 +173,8 @@ class GgufTensors(Mapping[str, LinearWeight]):
         kind, rows = place.tensor.kind, place.rows(self._file)
         plain = {_Q.F32: "<f4", _Q.F16: "<f2"}.get(kind)
         values = torch.tensor(dequantize(rows.view(plain) if plain else rows, kind)).float().view(place.shape)
+        if self._fields.architecture in SHIFTED_NORMS and name.endswith("norm.weight"):
+            return values - 1.0
         order = self._order(place.tensor)
         return values if order is None else values[order]
 

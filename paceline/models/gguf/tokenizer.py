@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file as Hugging Face's tokenizer.json: byte-level BPE with a pre-tokenizer known by name."""
+"""The tokenizer of a GGUF file as Hugging Face's tokenizer.json: byte-level BPE with a pre-tokenizer known by name, or
+SentencePiece's."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from paceline.errors import ConfigError
 from paceline.models.gguf.file import GgufFile
+from paceline.models.gguf.spm import CONTROL, USER_DEFINED, spm_tokenizer
 
-CONTROL, USER_DEFINED = 3, 4  # GGUF's kinds of tokens
 # How Llama 3 and Qwen2 split text before they merge bytes; they differ in how many digits go together.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -71,17 +72,15 @@ PRE_TOKENIZERS = {
 
 def write_tokenizer(file: GgufFile, folder: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json. Raises ConfigError for a tokenizer that is not known here."""
-    fields, name = file.fields, file.path.name
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise ConfigError(
-            "model",
-            f"{name}: tokenizer.ggml.model {kind!r} with tokenizer.ggml.pre {pre!r} is not supported (gpt2, {known}); "
-            "a folder with tokenizer.json beside the file needs none",
-        )
-    tokens, record = _texts(file, "tokens"), PRE_TOKENIZERS[pre]
-    _tokenizer(file, tokens, record).save(str(folder / "tokenizer.json"))
+    fields, tokens = file.fields, _texts(file, "tokens")
+    if len(tokens) > (rows := file.tensors["token_embd.weight"].shape[0]):
+        raise ConfigError("model", f"{file.path.name}: it has {len(tokens)} tokens, and a table of {rows}")
+    if fields.get("tokenizer.ggml.model") == "llama":
+        (tokenizer, tokens), adds_bos = spm_tokenizer(file, tokens), True
+    else:
+        record = _pre_tokenizer(file)
+        tokenizer, adds_bos = _tokenizer(file, tokens, record), record.adds_bos
+    tokenizer.save(str(folder / "tokenizer.json"))
 
     def token(which: str) -> str | None:
         index = fields.get(f"tokenizer.ggml.{which}_token_id")
@@ -89,7 +88,7 @@ def write_tokenizer(file: GgufFile, folder: Path, max_length: int) -> None:
 
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", record.adds_bos)),
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", adds_bos)),
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "pad_token": token("padding") or token("eos"),
@@ -100,6 +99,18 @@ def write_tokenizer(file: GgufFile, folder: Path, max_length: int) -> None:
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
+    kind, pre = file.fields.get("tokenizer.ggml.model"), file.fields.get("tokenizer.ggml.pre")
+    if kind == "gpt2" and isinstance(pre, str) and pre in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[pre]
+    known = ", ".join(PRE_TOKENIZERS)
+    raise ConfigError(
+        "model",
+        f"{file.path.name}: tokenizer.ggml.model {kind!r} with tokenizer.ggml.pre {pre!r} is not supported (llama, or "
+        f"gpt2 with {known}); a folder with tokenizer.json beside the file needs none",
+    )
 
 
 def _tokenizer(file: GgufFile, tokens: list[str], record: PreTokenizer) -> Tokenizer:
