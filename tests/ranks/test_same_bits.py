@@ -81,8 +81,14 @@ MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {
     "llama-w4a8": (wide_spec(), "bf16", "w4a8", (1, 2)),
     "llama-w4a16": (wide_spec(), "fp32", "w4a16", (1, 2)),
     "llama-groups": (wide_spec(), "bf16", "w8a8 groups of 128", (1, 2, 4)),
-    "llama-float8": (wide_spec(), "bf16", "float8", (1, 2)),
+    "llama-files": (wide_spec(), "bf16", "of files", (1, 2)),
 }
+
+
+def kind_of(name: str) -> str:
+    """A kind for the attention and for the MLP of each of two layers."""
+    attention, mlp = ("float8", "float4") if ".0." in name else ("w4a16 groups of 128", "float4 over a number")
+    return attention if "self_attn" in name else mlp
 
 
 def every_model() -> dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]]:
@@ -112,7 +118,8 @@ def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
     if kind == "int8 KV":
         options["kv_dtype"] = "int8"
     elif kind not in (*SCHEMES, "none"):
-        weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
+        names = [name for name in floats if "_proj.w" in name]
+        weights |= {name: KINDS[kind_of(name) if kind == "of files" else kind](floats[name]) for name in names}
     made = {}
     for degree in fitting:
         options["attention_dp"] = degree if "dealt" in request.param else 1

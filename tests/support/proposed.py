@@ -10,15 +10,18 @@ from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 
 
-def proposed_by(runner: ModelRunner) -> list[tuple[int, ...]]:
-    """Tokens of every tree that the drafter of ``runner`` proposes from now on, in the order of its nodes."""
-    seen: list[tuple[int, ...]] = []
-    propose = runner.drafter.propose
+def proposed_by(runner: ModelRunner) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tree that the drafter of ``runner`` proposes from now on, of several drafters the one with heads: for which
+    request, and its tokens in the order of its nodes."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    drafter = runner.drafter.primary
+    propose = drafter.propose
 
     def noted(seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         trees = propose(seqs, budgets)
-        seen.extend(tuple(tree.token_ids) for tree in trees)
+        named = zip(seqs, trees, strict=True)
+        seen.extend((seq.request.request_id, tuple(tree.token_ids)) for seq, tree in named)
         return trees
 
-    runner.drafter.propose = noted  # type: ignore[method-assign]
+    drafter.propose = noted  # type: ignore[method-assign]
     return seen

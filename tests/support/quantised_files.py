@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
 
@@ -245,6 +245,30 @@ def write_floats(folder: Path, layers: dict[str, Drawn], times: int = 1) -> Path
     """The model of ``write_quantised`` with the weights that its codes mean, in float32."""
     _write(folder, {f"{name}.weight": layer.weight for name, layer in layers.items()} | _rest(times), _config(times))
     return folder
+
+
+def quantise_folder(
+    folder: Path, config: dict[str, Any], draw: Callable[[str], Draw | None], *, meant: bool = False
+) -> None:
+    """Put codes in place of the matrices of ``folder`` for whose layers ``draw`` gives something by their name.
+
+    The codes are drawn, whatever lay there. meant: put what they mean, in float32.
+    """
+    (file,) = folder.glob("*.safetensors")
+    random, tensors = torch.Generator().manual_seed(2), Tensors()
+    for name, tensor in load_file(file).items():
+        layer = name.removesuffix(".weight")
+        drawing = draw(layer) if tensor.ndim == 2 else None
+        if drawing is None:
+            tensors.setdefault(name, tensor.clone())
+            continue
+        drawn = drawing(tensor.shape[0], tensor.shape[1], random)
+        parts = {"weight": drawn.weight} if meant else drawn.tensors
+        tensors |= {f"{layer}.{part}": stored.contiguous() for part, stored in parts.items()}
+    save_file(tensors, file)
+    if not meant:
+        raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": config}
+        (folder / "config.json").write_text(json.dumps(raw))
 
 
 def _config(times: int) -> dict[str, Any]:

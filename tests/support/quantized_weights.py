@@ -123,7 +123,7 @@ OF_FLOATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "float4 groups of 16": lambda weight: divided(float4(weight)),
     "float4 times a number": lambda weight: numbered(weight, 16, divides=False),
     "float4 over a number": lambda weight: numbered(weight, 32, divides=True),
-    "w4a16 groups of 128": lambda weight: replace(shifted(weight, 128, 4), int8_activations=False),
+    "w4a16 groups of 128": lambda weight: replace(grouped(weight, 128, 4), int8_activations=False),
 }
 KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | OF_FLOATS
 ON_GPUS = [kind for kind in KINDS if "float4" not in kind]

@@ -1,4 +1,4 @@
-"""Untrained heads of every kind for the tiny model, in their public formats."""
+"""Untrained heads of every kind for the tiny model, and the model itself, in their public formats."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.models.config import ModelSpec
+from paceline.models.llama_shapes import model_shapes
 from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, MedusaConfig, MtpConfig
 from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
 from paceline.spec_decode.heads.formats.layer import LayerShape, Shapes
@@ -38,7 +39,7 @@ def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> N
         mtp = MtpConfig(spec.hidden_size, spec.num_layers, 1, shape=LayerShape.of_target(spec, spec.intermediate_size))
         write_mtp(folder, _random(mtp_shapes(mtp)), mtp)
     else:
-        _write_model(folder, spec.vocab_size)
+        write_tiny_model(folder, tiny_spec(spec.vocab_size, num_layers=1))
 
 
 def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
@@ -50,30 +51,23 @@ def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_model(folder: Path, vocab_size: int) -> None:
-    """A one-layer model with the target's vocabulary."""
-    spec = tiny_spec(vocab_size, num_layers=1)
+def write_tiny_model(folder: Path, spec: ModelSpec) -> None:
+    """A Llama of float32 weights; spec: ``tiny_spec``, of any vocabulary, depth and LM head."""
     bag = tiny_weights(spec, torch.float32, seed=4)
-    names = ["model.embed_tokens.weight", "model.norm.weight"]
-    layer = "model.layers.0"
-    names += [f"{layer}.{n}_layernorm.weight" for n in ("input", "post_attention")]
-    names += [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
-    names += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     folder.mkdir(parents=True)
-    save_file({name: bag.take(name) for name in names}, folder / "model.safetensors")
-    bag.finish()
+    save_file({name: bag.take(name) for name in model_shapes(spec)}, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "rms_norm_eps": spec.rms_norm_eps,
         "rope_theta": spec.rope_theta,
         "max_position_embeddings": spec.max_position_embeddings,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": spec.tie_word_embeddings,
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": spec.eos_token_ids[0],
     }

@@ -21,6 +21,7 @@ from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.base import TargetModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
@@ -48,7 +49,7 @@ class ResBlock:
     """y = x + SiLU(W x + b)."""
 
     def __init__(self, weights: WeightBag, prefix: str, hidden: int) -> None:
-        weight = weights.take(f"{prefix}.weight", (hidden, hidden))
+        weight = weights.take_linear(f"{prefix}.weight", (hidden, hidden))
         self.linear = Linear(weight, weights.take(f"{prefix}.bias", (hidden,)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +60,7 @@ class ResBlock:
 class MedusaHeads:
     """All heads of one target."""
 
-    def __init__(self, model: TargetModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: TargetModel, tensors: Mapping[str, LinearWeight]) -> None:
         """``tensors`` in FasterDecoding's names (algorithms.md F4), each taken exactly once: ``{head}.{block}.linear``
         ``.weight`` and ``.bias``, then ``{head}.{num_blocks}.weight`` [draft_vocab, hidden_size]; without the last the
         target's LM head serves ("v2"). Heads are counted from the names: configs in the wild say less than there are.
@@ -70,7 +71,7 @@ class MedusaHeads:
         self.model = model
         self.num_heads = _count_heads(tensors)
         placed = {name: _place(tensor, model) for name, tensor in tensors.items()}
-        bag = WeightBag(placed)
+        bag = WeightBag(placed).onto(model.device, model.dtype)
         self.token_map = bag.take(TOKEN_MAP) if TOKEN_MAP in placed else None
         self.blocks: list[list[ResBlock]] = []
         self.vocabularies: list[Linear] = []
@@ -82,7 +83,7 @@ class MedusaHeads:
             self.blocks.append(blocks)
             if (name := f"{head}.{len(blocks)}.weight") in placed:
                 size = placed[name].shape[0]
-                self.vocabularies.append(Linear(bag.take(name, (size, hidden)), out_float32=True))
+                self.vocabularies.append(Linear(bag.take_linear(name, (size, hidden)), out_float32=True))
                 sizes.add(size)
         bag.finish()
         self._check_vocabularies(sizes)
@@ -122,7 +123,10 @@ def _count_heads(tensors: Iterable[str]) -> int:
     return len(numbers)
 
 
-def _place(tensor: torch.Tensor, model: TargetModel) -> torch.Tensor:
+def _place(tensor: LinearWeight, model: TargetModel) -> LinearWeight:
+    """Floats as the target has them; codes as they are."""
+    if isinstance(tensor, QuantizedWeight):
+        return tensor
     dtype = model.dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device=model.device, dtype=dtype)
 

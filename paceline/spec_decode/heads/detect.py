@@ -159,7 +159,7 @@ def load_head(folder: Path, model: TargetModel, first_kv_layer: int) -> tuple[Dr
     Raises ConfigError when the folder holds something else or does not fit the target.
     """
     read = read_head(folder, model.dtype, model.device)
-    bag = read.bag().rounded(model.quantize)
+    bag = read.bag().onto(model.device, model.dtype).rounded(model.quantize)
     head: DraftHead
     with blaming_drafter_path():
         if isinstance(read.config, Eagle1Config):

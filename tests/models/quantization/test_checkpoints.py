@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.assembly.build import build_runner
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
-from paceline.config import NodeConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
@@ -27,7 +25,6 @@ from paceline.models.quantization.fp4 import nvfp4_weight
 from paceline.models.quantization.fusing import fuse_layers, reordered
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.spec_decode.heads.mtp import load_mtp
-from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.quantised_files import (
     Draw,
@@ -39,11 +36,11 @@ from tests.support.quantised_files import (
     gptq,
     int8,
     packed,
+    quantise_folder,
     write_floats,
     write_quantised,
 )
 from tests.support.tiny_deepseek import write_folder
-from tests.support.tiny_model import tiny_request
 
 CPU = torch.device("cpu")
 TOKENS = [(17 * i + 3) % 211 for i in range(12)]
@@ -287,24 +284,12 @@ def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
 @needs_kernels
 def test_deepseek_with_its_mtp_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent attention, experts and modules in fp8 blocks give what the floats that they mean give; rope rows are put
-    in order as codes are, and kv_b_proj is folded as floats. The modules draft as they are stored and change no bit.
-    Mutant: a module's layers become floats when they are taken."""
+    in order as codes are, and kv_b_proj is folded as floats. The modules are taken as they are stored; they draft in
+    test_exactness_checkpoints. Mutant: a module's layers become floats when they are taken."""
+    drawn, chosen = fp8((24, 32), "weight_scale_inv"), re.compile(r"(?<!eh)_proj(_with_mqa)?$")
     for name in ("quantised", "floats"):
-        write_folder(tmp_path / name)
-    random, stored = torch.Generator().manual_seed(2), load_file(tmp_path / "floats" / "model.safetensors")
-    meant = {name: tensor.clone() for name, tensor in stored.items()}
-    codes = dict(meant)
-    for name, tensor in stored.items():
-        if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name:
-            rows, columns = tensor.shape
-            drawn = fp8((24, 32), "weight_scale_inv")(rows, columns, random)
-            drawn_parts = {f"{name.removesuffix('.weight')}.{part}": t for part, t in drawn.tensors.items()}
-            codes |= drawn_parts
-            meant[name] = drawn.weight
-    save_file(codes, tmp_path / "quantised" / "model.safetensors")
-    save_file(meant, tmp_path / "floats" / "model.safetensors")
-    raw = json.loads((tmp_path / "quantised" / "config.json").read_text()) | {"quantization_config": BLOCKS}
-    (tmp_path / "quantised" / "config.json").write_text(json.dumps(raw))
+        folder = write_folder(tmp_path / name)
+        quantise_folder(folder, BLOCKS, lambda n: drawn if chosen.search(n) else None, meant=name == "floats")
     mine, theirs = logits(tmp_path / "quantised"), logits(tmp_path / "floats")
     assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-4
     model = load_target(tmp_path / "quantised", torch.float32, CPU)
@@ -321,9 +306,3 @@ def test_deepseek_with_its_mtp_modules(tmp_path: Path, monkeypatch: pytest.Monke
     plain = [name for name, weight in taken.items() if isinstance(weight, torch.Tensor)]
     assert plain == [f"model.layers.{i}.eh_proj.weight" for i in (3, 4)]
     assert digest == weights_digest(tmp_path / "quantised")
-    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
-    options = {"model": str(tmp_path / "quantised"), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
-    undrafted = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-    heads = {"drafter": "mtp", "num_draft_tokens": 2}
-    drafted = run(build_runner(NodeConfig.model_validate(options | heads)), requests, batch=2, chunk_tokens=7)
-    assert [(d.token_ids, d.logit_bits) for d in drafted] == [(u.token_ids, u.logit_bits) for u in undrafted]

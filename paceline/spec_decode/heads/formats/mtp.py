@@ -69,6 +69,7 @@ def read_mtp(files: HeadFiles, first_layer: int | None) -> tuple[MtpConfig, dict
     else:
         modules, own = _deepseek(files.names)
     _refuse_strangers(files, modules)
+    modules = [_without_zeros(module, files) for module in modules]
     _check_count(raw, len(modules), files)
     first = own if first_layer is None else first_layer
     entries: dict[str, Entry] = {}
@@ -140,6 +141,15 @@ def _qwen(names: Seq[str]) -> list[dict[str, Entry]]:
         canonical = QWEN_NAMES.get(rest, rest.removeprefix("layers.0."))
         module[canonical] = Entry(name, _add_one if "norm" in canonical else None)
     return [module]
+
+
+def _without_zeros(module: Mapping[str, Entry], files: HeadFiles) -> dict[str, Entry]:
+    """The module less biases of zeros that no block has: GPTQ's writers put one beside every layer."""
+
+    def adds_nothing(name: str, entry: Entry) -> bool:
+        return name.endswith(".bias") and not BLOCK.match(name) and not bool(files.tensors[entry.source].any())
+
+    return {name: entry for name, entry in module.items() if not adds_nothing(name, entry)}
 
 
 def _swap_halves(weight: torch.Tensor) -> torch.Tensor:
