@@ -156,7 +156,8 @@ class Tokenizer:
 
 
 def _template(folder: Path, settings: Any, file: str) -> Any:
-    """Chat templates: of ``file``, else of files in the folder, else of the settings. Raises ConfigError."""
+    """Chat templates: of ``file``, else of files in the folder, else of the settings, else of what models that read
+    images have for their processor. Raises ConfigError."""
     if file:
         try:
             return Path(file).read_text(encoding="utf-8")
@@ -165,6 +166,8 @@ def _template(folder: Path, settings: Any, file: str) -> Any:
     default = folder / "chat_template.jinja"
     if default.is_file():
         settings = default.read_text(encoding="utf-8")
+    elif settings is None:
+        settings = _read(folder / "chat_template.json").get("chat_template")
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if more and isinstance(settings, str):
         named = [("default", settings), *((path.stem, path.read_text(encoding="utf-8")) for path in more)]

@@ -33,6 +33,15 @@ class TestChatTemplate:
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": "hey"}])) == "hey!"
 
+    def test_a_processors_template_where_there_is_no_other(self, tmp_path: Path) -> None:
+        """Mutants: it is not read; it is read though the settings have one."""
+        for own in (None, "own"):
+            write_folder(tmp_path, byte_level(), template=own)
+            (tmp_path / "chat_template.json").write_text('{"chat_template": "its processor\'s"}')
+            tokenizer = Tokenizer.from_folder(tmp_path)
+            ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+            assert tokenizer.decode(ids) == (own or "its processor's")
+
     def test_named_templates(self, tmp_path: Path) -> None:
         named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
         tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), template=named))
