@@ -1,4 +1,5 @@
 """``fp8``: float8_e4m3fn weights with a scale per block (DeepSeek-V3, Qwen3), per output feature or per tensor.
+``fbgemm_fp8`` (Meta's Llama 3.1 405B) has one per output feature.
 
 In blocks a weight is its code TIMES ``weight_scale_inv``, whatever the name says. Activations stay as they are.
 """
@@ -43,7 +44,7 @@ class Fp8(Scheme):
     """A scheme with one size of blocks."""
 
     marks = frozenset((BLOCK_SCALE, SCALE))
-    ignored = frozenset(("input_scale", "k_scale", "v_scale"))
+    ignored = frozenset(("input_scale", "k_scale", "v_scale", "kv_scale"))
 
     def __init__(self, block: tuple[int, int] | None) -> None:
         """block: output and input features that share a scale; None: whole rows, or the whole weight."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PACKAGE = "paceline.models.quantization"
 SCHEMES = {  # by quant_method in config.json: the module whose ``read_config`` reads the rest
     "fp8": f"{PACKAGE}.fp8",
+    "fbgemm_fp8": f"{PACKAGE}.fp8",
     "compressed-tensors": f"{PACKAGE}.compressed_tensors",
     "gptq": f"{PACKAGE}.gptq",
     "awq": f"{PACKAGE}.awq",

@@ -82,6 +82,7 @@ def turned(*places: str) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "fp8 blocks": (BLOCKS, every(fp8((24, 32), "weight_scale_inv"))),
     "fp8 rows": ({"quant_method": "fp8", "activation_scheme": "static"}, every(fp8(None, "weight_scale"))),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, every(fp8(None, "weight_scale"))),
     "fp8 tensor": ({"quant_method": "fp8"}, every(fp8(None, "weight_scale", per_tensor=True))),
     "gptq 4 sym": (GPTQ, every(gptq(4, 32, sym=True))),
     "gptq 4 asym": (GPTQ | {"sym": False}, every(gptq(4, 32, sym=False))),
@@ -279,6 +280,18 @@ def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
     assert beside.dtype is torch.bfloat16
     with pytest.raises(ConfigError, match="q, k are multiplied together"):
         fuse_layers(parts | {"k": QuantizedWeight(parts["k"].codes, parts["k"].scales, None, 8, 16, True)})
+
+
+def test_scales_of_a_kv_cache_are_not_read(tmp_path: Path) -> None:
+    """As AutoFP8 names them, and others."""
+    config, draw = CASES["fp8 tensor"]
+    layers = write_quantised(tmp_path, config, draw)
+    (file,) = tmp_path.glob("*.safetensors")
+    scales = ("self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+    save_file(load_file(file) | {f"model.layers.0.{name}": torch.ones(1) for name in scales}, file)
+    found = open_checkpoint(tmp_path, torch.float32)
+    assert set(layers) <= {name.removesuffix(".weight") for name in found}
+    assert not [name for name in found if name.endswith("scale")]
 
 
 @needs_kernels
