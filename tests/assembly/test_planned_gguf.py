@@ -140,7 +140,8 @@ def test_a_matrix_takes_what_is_planned(kind: Kind, shape: tuple[int, int]) -> N
 
 BITS = {
     Kind.Q8_0: 8.5, Kind.Q4_0: 4.5, Kind.Q4_1: 5, Kind.Q5_0: 6.5, Kind.Q5_1: 7, Kind.Q2_K: 5.125, Kind.Q3_K: 4.5625,
-    Kind.Q4_K: 4.625, Kind.Q5_K: 6.625, Kind.Q6_K: 6.5625, Kind.MXFP4: 4.5,
+    Kind.Q4_K: 4.625, Kind.Q5_K: 6.625, Kind.Q6_K: 6.5625, Kind.IQ4_NL: 8.5, Kind.IQ4_XS: 8.3125,
+    Kind.MXFP4: 4.5,
 }  # fmt: skip
 ON_A_GPU = {Kind.Q8_0: 9, Kind.Q4_0: 5, Kind.Q4_K: 6, Kind.Q6_K: 10, Kind.MXFP4: 16}
 
@@ -194,7 +195,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("write", "named"),
     [
         (lambda path: write_gguf(path, "gemma"), "architecture 'gemma'"),
-        (lambda path: write_gguf(path, "llama", kind=Kind.IQ4_NL), "tensors of IQ4_NL"),
+        (lambda path: write_gguf(path, "llama", kind=Kind.IQ3_S), "tensors of IQ3_S"),
         (lambda path: write_gguf(path, "llama", pre="tekken"), "'tekken'"),
         (lambda path: write_gguf(path, "llama", fields=ODD_HEADS), "attn_q.weight has 256 rows for 256 heads"),
         (lambda path: write_qwen3moe(path, Kind.Q8_0, left_out="ffn_up_exps"), "up_proj.weight is missing"),

@@ -16,7 +16,8 @@ from tokenizers import pre_tokenizers
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE, VOCAB = 4, 2, 64, 256, 256, 270
 HALVES = {  # where a block has float16 numbers, which random bytes must not fill
     Kind.Q8_0: (0,), Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q2_K: (80, 82),
-    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,),
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,),
+    Kind.IQ3_S: (0,),
 }  # fmt: skip
 LAYER = {
     "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN), "attn_v": (KV_HEADS * DIM, HIDDEN),
@@ -111,9 +112,7 @@ def _add_tensors(
         own = KINDS.get(part, kind)
         rows = random_blocks(own, *shape, random)
         writer.add_tensor(f"{name}.weight", rows, raw_dtype=own)
-        values = (
-            torch.zeros(shape) if own is Kind.IQ4_NL else torch.from_numpy(gguf.quants.dequantize(rows, own).copy())
-        )
+        values = torch.zeros(shape) if own is Kind.IQ3_S else torch.from_numpy(gguf.quants.dequantize(rows, own).copy())
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(part) if architecture == "llama" else None
         meant[_name(name)] = values if heads is None else _halves(values, heads)
     vectors = {"output_norm": HIDDEN, "blk.0.attn_norm": HIDDEN, "blk.0.ffn_norm": HIDDEN}

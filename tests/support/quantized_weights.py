@@ -134,6 +134,7 @@ OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "Q4_K": lambda weight: stepped(weight, 32, 4, 8, 63),
     "Q3_K": lambda weight: stepped(weight, 16, 4, 16, 31),
     "Q5_K": lambda weight: stepped(weight, 32, 6, 8, 63),
+    "IQ4_XS": lambda weight: stepped(weight, 32, 8, 8, 31),
     "Q4_1": lambda weight: in_halves(weight, 32),
     "minimums in float32": lambda weight: shifted(weight, 32, 4),
     "int8 with zero points": lambda weight: shifted(weight, weight.shape[1], 8),

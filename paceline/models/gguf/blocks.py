@@ -22,6 +22,8 @@ Codes = npt.NDArray[np.int8]
 Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
 LOW, HIGH, SIX = np.uint8(15), np.uint8(4), np.uint8(63)  # the low half of a byte, where the high one begins, six bits
+# What the 16 codes of IQ4_NL and IQ4_XS stand for, in ggml-common.h; as uint8 has int8's numbers.
+UNEVEN = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8).view(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,25 @@ def _q6_k(blocks: Bytes) -> Decoded:
     return Decoded(codes, 32, _part(blocks, 192, 208).view(np.int8), scale_steps=_half(blocks, 208))
 
 
+def _iq4_nl(blocks: Bytes) -> Decoded:
+    """d, 32 places in UNEVEN: d * UNEVEN[place]."""
+    return Decoded(UNEVEN[_low_then_high(_part(blocks, 2, 18))], 0, _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Bytes) -> Decoded:
+    """d, 8 scales of 6 bits, 256 places in UNEVEN: d * (scale - 32) * UNEVEN[place], groups of 32.
+
+    2 bytes hold the pairs of bits above the low halves of the scales, which are in 4 bytes after them.
+    """
+    low, high = _part(blocks, 4, 8), _part(blocks, 2, 4)
+    scales = np.empty((len(blocks), 8), np.uint8)
+    for group in range(8):
+        pair = _bits(high[:, group // 4], 2 * (group % 4), 3, 4)
+        scales[:, group] = _bits(low[:, group // 2], 4 * (group % 2), 15, 0) | pair
+    places = _low_then_high(_part(blocks, 8, 136).reshape(-1, 8, 16)).reshape(-1, 256)
+    return Decoded(UNEVEN[places], 0, scales.view(np.int8) - np.int8(32), scale_steps=_half(blocks, 0))
+
+
 def _mxfp4(blocks: Bytes) -> Decoded:
     """An exponent, 32 codes of numbers in FLOAT4."""
     exponents = blocks[:, :1].astype(np.int32) - np.int32(EXPONENT_BIAS)
@@ -183,5 +204,7 @@ KEPT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Decoded], int, int]] = 
     GGMLQuantizationType.Q4_K: (_q4_k, 4, 32),
     GGMLQuantizationType.Q5_K: (_q5_k, 6, 32),
     GGMLQuantizationType.Q6_K: (_q6_k, 6, 16),
+    GGMLQuantizationType.IQ4_NL: (_iq4_nl, 8, 32),
+    GGMLQuantizationType.IQ4_XS: (_iq4_xs, 8, 32),
 }
 IN_CODES = KEPT | {GGMLQuantizationType.MXFP4: (_mxfp4, 4, 32)}  # types whose codes a weight keeps

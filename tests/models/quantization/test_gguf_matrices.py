@@ -30,7 +30,7 @@ from tests.support.gguf_experts import write_qwen3moe
 from tests.support.gguf_files import HALVES, random_blocks
 
 READER = "paceline.models.gguf.tensors.weight_of_blocks"
-WITHOUT_MINIMUMS = [Kind.Q8_0, Kind.Q4_0, Kind.Q5_0, Kind.Q3_K, Kind.Q6_K]
+WITHOUT_MINIMUMS = [Kind.Q8_0, Kind.Q4_0, Kind.Q5_0, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS]
 
 
 @pytest.fixture(autouse=True)
