@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.worker_memory import give_back, memory
+
+if TYPE_CHECKING:
+    from tests.support.server import Server
 
 MIB = 1 << 20
 COLLECT_AT_BYTES = 100 * MIB
@@ -23,6 +27,16 @@ def smollm2_folder() -> Path:
     from paceline.models.hub import resolve_model
 
     return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def served_model() -> Iterator[Server]:
+    """The deployment that ``paceline serve`` makes of the real model without further options, for clients and programs
+    that take what is there."""
+    from tests.support.server import serve
+
+    with serve("--no-standby", "--kv-cache-tokens", "16384") as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

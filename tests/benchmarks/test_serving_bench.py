@@ -28,6 +28,7 @@ from benchmarks.serving.report import ServingReport
 from benchmarks.serving.workload import Ask
 from benchmarks.speculation.prompts import Prompt
 from paceline.errors import ConfigError
+from tests.multihost.small_model import write_model
 
 SCRIPTED = """
 import json, sys
@@ -225,11 +226,11 @@ def test_the_transformers_clock_counts_no_prompt() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.real_model
 @pytest.mark.timeout(200)
-def test_a_deployment_is_measured(tmp_path: Path, smollm2_folder: Path) -> None:
+def test_a_deployment_is_measured(tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.md"
-    options: list[object] = ["--model", smollm2_folder, "--layouts", "one node", "--drafters", "ngram"]
+    model = write_model(tmp_path / "tiny")
+    options: list[object] = ["--model", model, "--layouts", "one node", "--drafters", "ngram"]
     options += ["--requests", 3, "--rate", 20, "--prompt-tokens", "64", "--output-tokens", 8, "--warm-up", 1]
     options += ["--serve-options", "--kv-cache-tokens 4096", "--json", out, "--markdown", page]
     result = invoke("serving", *options)

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of the deployment's HTTP."""
     if running := os.environ.get("PACELINE_URL"):
@@ -45,13 +45,12 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         return
     if not os.path.exists(paceline()):
         pytest.skip("needs an installed paceline")
-    options = ("--model", MODEL, "--drafter", "ngram", "--no-standby", "--kv-cache-tokens", "16384")
     if not request.config.getoption("https", default=False):
-        with serve(*options) as server:
-            yield f"http://{server.http}"
+        yield f"http://{request.getfixturevalue('served_model').http}"
         return
     folder = tmp_path_factory.mktemp("secured")
-    with pytest.MonkeyPatch.context() as patch, serve(*options, *_secured(folder)) as server:
+    options = ("--model", MODEL, "--no-standby", "--kv-cache-tokens", "16384", *_secured(folder))
+    with pytest.MonkeyPatch.context() as patch, serve(*options) as server:
         patch.setenv("SSL_CERT_FILE", str(folder / "certs" / "ca.pem"))
         patch.setenv("OPENAI_API_KEY", KEY)
         yield f"https://{server.http}"

@@ -80,7 +80,9 @@ def test_responses(openai: Any, model: str) -> None:
     assert ANSWER in done.output_text
     with openai.responses.stream(**asked) as stream:
         assert stream.get_final_response().output_text == done.output_text
-    again = openai.responses.create(model=model, input="And of Italy?", previous_response_id=done.id)
+    again = openai.responses.create(
+        model=model, input="And of Italy?", previous_response_id=done.id, max_output_tokens=8
+    )
     assert again.output_text
 
 

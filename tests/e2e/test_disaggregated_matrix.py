@@ -28,8 +28,9 @@ ADAPTS = ("auto", "several", "mtp x3")  # the hand-off knows nothing of lengths:
 BUSY = 8  # requests in flight, of 11: later ones join a running batch
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def unloaded_at_the_end() -> Iterator[None]:
+    """After its tests and those of tests/engine/test_exactness_matrix.py, which follow in one worker, fp32 first."""
     yield
     unload()
 

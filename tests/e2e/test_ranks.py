@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from paceline.request import SamplingParams, SequenceRequest
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.ranked_model import write_ranked_model
-from tests.support.server import Server, paceline, serve
+from tests.support.server import Server, operator, serve
 
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
@@ -51,6 +50,7 @@ class Asked:
 
 
 SHORT, LONG = Asked(60, 300), Asked(600, 40)
+BRIEF = Asked(SHORT.prompt, 40)  # the beginning of SHORT, which nobody hurts
 
 
 def prompt(number: int, length: int = SHORT.prompt) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ async def texts(client: AsyncClient, asked: Asked, begun: asyncio.Event) -> list
 
 def listed(server: Server) -> dict[str, dict[str, object]]:
     """The nodes, by id, as ``paceline nodes list`` shows them."""
-    command = [paceline(), "nodes", "list", "--json", "--admin", server.admin]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = operator("nodes", "list", "--json", "--admin", server.admin)
+    assert done.returncode == 0, done.stderr
     return {node["node_id"]: node for node in json.loads(done.stdout)}
 
 
@@ -151,7 +151,8 @@ async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> 
         assert {name: node["ranks"] for name, node in nodes.items()} == {"prefill-0": 4, "decode-0": 2, "decode-1": 2}
         async with AsyncClient(server.grpc) as client:
             await rounds_are_logged(client, server)
-            assert await texts(client, SHORT, asyncio.Event()) == expected[SHORT]
+            undisturbed = await texts(client, BRIEF, asyncio.Event())
+            assert undisturbed == [ids[: BRIEF.text] for ids in expected[SHORT]]
             for node, hurt in VICTIMS:
                 pid = int(str(listed(server)[node]["pid"]))
                 victim = followers(server, pid)[-1]

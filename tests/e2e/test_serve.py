@@ -24,7 +24,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_secret import NODE_METADATA
-from tests.support.prompts import QUESTIONS, prompt_requests
+from tests.support.prompts import QUESTIONS, one_temperature_each, prompt_requests
 from tests.support.server import Server, paceline, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
@@ -58,15 +58,14 @@ def test_options_come_from_the_file_the_environment_and_the_command_line(server:
 
 @pytest.fixture(scope="module")
 def answers(smollm2_folder: Path) -> tuple[References, dict[int, tuple[int, ...]]]:
-    """One-process answers of the same prompts, 24 tokens; and of the first one by FORM, by seed."""
+    """One-process answers of the same prompts, each greedy or sampled, 24 tokens; and of the first by FORM, by seed."""
     runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", threads=1, kv_cache_tokens=8192))
-    requests = prompt_requests(smollm2_folder, 24)
-    sampled = replace(requests[1].params, grammar=Grammar(GrammarKind.REGEX, FORM))
-    formed = [
-        replace(requests[1], request_id=f"form {seed}", params=replace(sampled, seed=seed)) for seed in FORM_SEEDS
-    ]
+    every = prompt_requests(smollm2_folder, 24)
+    requests, (_, first, *_) = one_temperature_each(every), every
+    sampled = replace(first.params, grammar=Grammar(GrammarKind.REGEX, FORM))
+    formed = [replace(first, request_id=f"form {seed}", params=replace(sampled, seed=seed)) for seed in FORM_SEEDS]
     found = [outcome.token_ids for outcome in run(runner, [*requests, *formed], batch=48)]
-    keys = [(q, t) for q in QUESTIONS for t in (0.0, 1.0)]
+    keys = [(question, float(number % 2)) for number, question in enumerate(QUESTIONS)]
     return dict(zip(keys, found[: len(keys)], strict=True)), dict(zip(FORM_SEEDS, found[len(keys) :], strict=True))
 
 

@@ -3,7 +3,7 @@ trees mixed in one batch, draft lengths fixed and adaptive, bf16 and fp32; and f
 
 The bits of every logit behind a token are compared, too: our kernels are row-invariant in both dtypes. The
 disaggregated half is tests/e2e/test_disaggregated_matrix.py. Tests of a dtype stand together: one target is loaded at a
-time.
+time, and that half leaves one of fp32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP32 = (  # one of each kind of state; the most of it, of three modules, is hand
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def unloaded_at_the_end() -> Iterator[None]:
     yield
     unload()
@@ -72,6 +72,28 @@ def faults(target: Matrix, weights: Weights, case: Case, cells: list[Cell], **op
     return found + [f"no draft token is {word}" for word in sorted(wanted) if getattr(tally, word) == 0]
 
 
+def adversary(target: Matrix, kind: str) -> Adversary:
+    """It knows what the target will say."""
+    answers = {(target.prompts[p], t): plain.token_ids for (p, t), plain in target.plain.items()}
+    return Adversary(kind, answers, target.first.vocab_size)
+
+
+@pytest.mark.parametrize(("name", "adaptive", "parity"), FP32)
+def test_fp32(name: str, adaptive: str, parity: int, fp32: Matrix, weights: Weights) -> None:
+    """What every drafter does with every kind of length is seen in bf16."""
+    cells = half_cross(CASES[name], parity, max_tokens=12)
+    assert faults(fp32, weights, CASES[name], cells, tree="dynamic", adaptive=adaptive) == []
+
+
+def test_right_drafts_behind_wrong_ones_in_fp32(fp32: Matrix, weights: Weights) -> None:
+    cells = half_cross(CASES["none"], parity=1, max_tokens=24)
+    runner = fp32.runner(fp32.config_of(CASES["none"], weights, tree="dynamic", tree_nodes=16))
+    runner.drafter = adversary(fp32, "right behind wrong")
+    answers, tally = fp32.together(runner, cells)
+    assert fp32.differing(cells, answers) == []
+    assert tally.off_spine > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_fixed_lengths(name: str, bf16: Matrix, weights: Weights) -> None:
     cells = full_cross(CASES[name], max_tokens=12)
@@ -89,12 +111,6 @@ def test_bf16_adaptive_chains(name: str, bf16: Matrix, weights: Weights) -> None
     """A deployment with no room for trees."""
     cells = chain_cross(CASES[name], max_tokens=12)
     assert faults(bf16, weights, CASES[name], cells, tree="chain", adaptive="goodput", page_size=16) == []
-
-
-def adversary(target: Matrix, kind: str) -> Adversary:
-    """It knows what the target will say."""
-    answers = {(target.prompts[p], t): plain.token_ids for (p, t), plain in target.plain.items()}
-    return Adversary(kind, answers, target.first.vocab_size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,19 +148,3 @@ def test_the_plain_answers_are_worth_comparing(bf16: Matrix) -> None:
     plain = bf16.plain
     assert min(len(answer.token_ids) for answer in plain.values()) < 24
     assert all(plain[prompt, 0.0].token_ids != plain[prompt, 1.0].token_ids for prompt in ("list", "planets"))
-
-
-@pytest.mark.parametrize(("name", "adaptive", "parity"), FP32)
-def test_fp32(name: str, adaptive: str, parity: int, fp32: Matrix, weights: Weights) -> None:
-    """What every drafter does with every kind of length is seen in bf16."""
-    cells = half_cross(CASES[name], parity, max_tokens=12)
-    assert faults(fp32, weights, CASES[name], cells, tree="dynamic", adaptive=adaptive) == []
-
-
-def test_right_drafts_behind_wrong_ones_in_fp32(fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES["none"], parity=1, max_tokens=24)
-    runner = fp32.runner(fp32.config_of(CASES["none"], weights, tree="dynamic", tree_nodes=16))
-    runner.drafter = adversary(fp32, "right behind wrong")
-    answers, tally = fp32.together(runner, cells)
-    assert fp32.differing(cells, answers) == []
-    assert tally.off_spine > 0

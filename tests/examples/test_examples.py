@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from paceline.config import NodeConfig
 from paceline.request import SamplingParams, SequenceRequest
 from tests.support.exactness import run
 from tests.support.relay import Relay
-from tests.support.server import Server, serve
+from tests.support.server import Server
 from tests.support.shell_blocks import ROOT, shell_blocks
 from tests.support.tiny_checkpoint import write_tiny_llama
 
@@ -35,10 +34,9 @@ def example(name: str, *options: object) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def server(smollm2_folder: Path) -> Iterator[Server]:
-    with serve("--no-standby", "--kv-cache-tokens", "8192") as one:
-        yield one
+@pytest.fixture(scope="session")
+def server(served_model: Server) -> Server:
+    return served_model
 
 
 def test_train_a_head(tmp_path: Path) -> None:

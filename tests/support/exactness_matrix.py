@@ -7,6 +7,7 @@ K=8 and dynamic trees answers them all; a second one, ``chain``, has no room for
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -294,5 +295,7 @@ def matrix(target: Path, dtype: str) -> Matrix:
 
 def unload() -> None:
     """Give back the target, its pages and what deployments around it have left."""
-    _loaded.clear()
-    give_back()
+    if _loaded:
+        _loaded.clear()
+        gc.unfreeze()  # the end of a file has frozen what it found
+        give_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -10,9 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
@@ -42,6 +44,19 @@ class Server:
 def paceline() -> str:
     """The installed command; PACELINE_COMMAND names that of another environment."""
     return os.environ.get("PACELINE_COMMAND") or str(Path(sys.executable).with_name("paceline"))
+
+
+def operator(*words: str) -> subprocess.CompletedProcess[str]:
+    """An operator's command, run in this process: one of its own imports for a second before it asks. One at a time."""
+    from cluster.commands.cli import main
+
+    said, told, code = io.StringIO(), io.StringIO(), 0
+    with mock.patch.object(sys, "argv", ["paceline", *words]), redirect_stdout(said), redirect_stderr(told):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    return subprocess.CompletedProcess(words, code, said.getvalue(), told.getvalue())
 
 
 @contextmanager

@@ -23,7 +23,11 @@ import pytest
 
 from tests.support.worker_memory import memory
 
-TOGETHER = ("tests/fuzz",)  # folders whose files share one deployment: one worker takes them all
+TOGETHER = (  # one worker takes them all
+    ("tests/fuzz/",),  # they share one deployment
+    ("tests/clients/", "tests/examples/"),  # so do these
+    ("tests/e2e/test_disaggregated_matrix.py", "tests/engine/test_exactness_matrix.py"),  # and these a loaded target
+)
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
 # A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one: the
 # largest adds 1,511 MiB to what its worker begins with, which is 180 MiB, or 325 with a CUDA build of torch.
@@ -233,7 +237,7 @@ def units(config: pytest.Config) -> list[Unit]:
     """The arguments' files: those of the real model first, while workers are small, then whole deployments, which take
     longest and mostly wait, then others that start processes. Short ones are left, which end together."""
     left_out = [Path(path).resolve() for path in config.getoption("ignore") or ()]
-    found: dict[str, Unit] = {}
+    found: dict[str | tuple[str, ...], Unit] = {}
     for argument in config.args:
         path = Path(argument).resolve()
         if not path.exists():
@@ -241,7 +245,7 @@ def units(config: pytest.Config) -> list[Unit]:
         for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
             if not any(file.is_relative_to(other) for other in left_out):
                 name = file.relative_to(config.rootpath).as_posix()
-                unit = next((folder for folder in TOGETHER if name.startswith(f"{folder}/")), name)
+                unit = next((group for group in TOGETHER if name.startswith(group)), name)
                 found.setdefault(unit, []).append(name)
     return sorted(found.values(), key=_late)
 
