@@ -121,6 +121,7 @@ class Supervision:
             issue=self._lease.issue,
             has_lease=directory.holds,
             heard=directory.heard,
+            ended=directory.ended,
             reachable=host_answers,
             may_act=self._lease.held if self._outlive else lambda: True,
         )

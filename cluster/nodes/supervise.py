@@ -45,6 +45,7 @@ class Supervisor:
     issue: Callable[[str, int], int] = lambda node_id, above: above + 1  # DeploymentLease.issue; blocks
     has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
     heard: Callable[[str, int, bool], None] = lambda node_id, generation, alive: None  # NodeDirectory.heard
+    ended: Callable[[str, int], None] = lambda node_id, generation: None  # NodeDirectory.ended
     # Whether the host at an address answers; None: it could not be asked.
     reachable: Callable[[str], Awaitable[bool | None]] = lambda address: _yes()
     may_act: Callable[[], bool] = lambda: True  # whether nobody else can supervise; asked before each act
@@ -136,6 +137,7 @@ class Supervisor:
         if slot.handle is None:
             return None
         if slot.handle.died():
+            self.ended(slot.node_id, slot.generation)
             return "died"
         if self.has_lease(slot.node_id, slot.generation):
             slot.leased_at = self.clock()

@@ -63,7 +63,7 @@ class NodeDirectory:
     after Redis came back empty, a node that is missing stays too: it had no way to renew.
 
     A node may also lose its lease because Redis takes no writes. It stays for ``doubt_s``, in which the supervisor asks
-    it, and for as long as the supervisor hears from it (``heard``).
+    it, and for as long as the supervisor hears from it (``heard``). One whose process has ``ended`` leaves at once.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class NodeDirectory:
         self._keys = keys_of(namespace)
         self._leased: dict[str, NodeRecord] = {}
         self._lapsed: dict[str, _Lapsed] = {}  # by id, none of which is in _leased
+        self._ended: dict[str, int] = {}  # by id, the last generation whose process has ended
         self._view: dict[str, NodeRecord] = {}
         self._kinds: frozenset[tuple[str, str]] = frozenset()  # model and digest; empty: all are shown
         self._told: set[tuple[str, int]] = set()  # ids and generations that were refused
@@ -114,6 +115,14 @@ class NodeDirectory:
         if lapsed is None or lapsed.record.generation != generation:
             return
         lapsed.shown_until = time.monotonic() + VOUCHED_S if alive else -math.inf
+        self._update()
+
+    def ended(self, node_id: str, generation: int) -> None:
+        """The process of a node has ended: it leaves the view now, whatever Redis says, or does not say."""
+        self._ended.pop(node_id, None)
+        self._ended[node_id] = generation
+        if len(self._ended) > MAX_LAPSED:
+            del self._ended[next(iter(self._ended))]
         self._update()
 
     def show_only(self, kinds: Iterable[tuple[str, str]]) -> None:
@@ -175,7 +184,9 @@ class NodeDirectory:
     def _update(self) -> None:
         now = time.monotonic()
         vouched = {node_id: lapsed.record for node_id, lapsed in self._lapsed.items() if lapsed.shown_until > now}
-        self._show({node_id: record for node_id, record in (self._leased | vouched).items() if self._ours(record)})
+        there = (self._leased | vouched).items()
+        running = {key: record for key, record in there if record.generation > self._ended.get(key, -1)}
+        self._show({key: record for key, record in running.items() if self._ours(record)})
 
     def _ours(self, record: NodeRecord) -> bool:
         known = not self._kinds or (record.model, record.fingerprint_digest) in self._kinds

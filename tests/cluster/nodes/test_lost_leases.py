@@ -95,7 +95,8 @@ async def case(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Case]:
     directory = NodeDirectory(server.url, TTL_S, doubt_s=DOUBT_S)
     made = Case(server, directory, DeploymentLease(server.url, "default", Holder("m"), lambda who: None))
     made.lease.acquire()
-    made.supervisor = Supervisor(made.launch, made.events.append, made.lease.issue, directory.holds, directory.heard)
+    told = (directory.holds, directory.heard, directory.ended)
+    made.supervisor = Supervisor(made.launch, made.events.append, made.lease.issue, *told)
     made.supervisor.want("prefill", 2)
     made.supervisor.want("decode", 2)
     await directory.start()
@@ -126,6 +127,22 @@ def no_room(client: redis.Redis) -> Callable[[], object]:
 def read_only(client: redis.Redis) -> Callable[[], object]:
     client.replicaof("127.0.0.1", 1)
     return lambda: client.replicaof("NO", "ONE")
+
+
+async def test_a_node_whose_process_has_ended_is_gone_though_redis_is(case: Case) -> None:
+    """Load balancers hear at once where nobody can serve. Mutants: it stays until Redis answers, or until the lease
+    that it left there ends; the next generation is held back too."""
+    seen: list[list[tuple[str, int]]] = []
+    os.kill(case.server.pid, signal.SIGSTOP)
+    try:
+        case.nodes["decode-0", 1].die()
+        await until(lambda: ("decode-0", 1) not in case.routed)
+        assert case.routed == [key for key in ALL if key[0] != "decode-0"]
+        case.directory.on_change(lambda nodes: seen.append(case.routed))
+    finally:
+        os.kill(case.server.pid, signal.SIGCONT)
+    await until(lambda: ("decode-0", 2) in case.routed)
+    assert not any(("decode-0", 1) in view for view in seen)
 
 
 @pytest.mark.parametrize("fault", [no_room, read_only])

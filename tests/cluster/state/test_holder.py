@@ -210,7 +210,9 @@ async def test_a_start_that_fails_ends_no_node_that_was_there(
     front: Any = SimpleNamespace(
         registry=Registry(server.url, 2.0),
         identity=None,
-        directory=SimpleNamespace(holds=lambda *node: True, heard=lambda *node: None, record=lambda *node: None),
+        directory=SimpleNamespace(
+            holds=lambda *node: True, heard=lambda *node: None, ended=lambda *node: None, record=lambda *node: None
+        ),
     )
     config = ServeConfig(model="m", redis=server.url, ray_address="ray.internal:6379")
     nodes: Any = Supervision(front, Secret("root"), parts, lease, config)
