@@ -186,7 +186,16 @@ class NodeDirectory:
         vouched = {node_id: lapsed.record for node_id, lapsed in self._lapsed.items() if lapsed.shown_until > now}
         there = (self._leased | vouched).items()
         running = {key: record for key, record in there if record.generation > self._ended.get(key, -1)}
-        self._show({key: record for key, record in running.items() if self._ours(record)})
+        view = {key: record for key, record in running.items() if self._ours(record)}
+        changed = _identity(view) != _identity(self._view)
+        self._view = view
+        if not changed:
+            return
+        for listener in self._listeners:
+            try:
+                listener(self.nodes())
+            except Exception:  # one listener's fault must not blind the router
+                log.exception("a listener of the node directory failed")
 
     def _ours(self, record: NodeRecord) -> bool:
         known = not self._kinds or (record.model, record.fingerprint_digest) in self._kinds
@@ -202,17 +211,6 @@ class NodeDirectory:
                 *(record.id, record.generation, record.address, record.model, record.fingerprint_digest or "none"),
             )
         return False
-
-    def _show(self, view: dict[str, NodeRecord]) -> None:
-        changed = _identity(view) != _identity(self._view)
-        self._view = view
-        if not changed:
-            return
-        for listener in self._listeners:
-            try:
-                listener(self.nodes())
-            except Exception:  # one listener's fault must not blind the router
-                log.exception("a listener of the node directory failed")
 
     async def _read(self) -> tuple[bytes, dict[str, NodeRecord]]:
         records, leases, _, epoch_key = self._keys

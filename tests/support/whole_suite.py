@@ -14,11 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ALONE, HOSTS = ("tests/chaos",), ("tests/multihost",)
-BESIDE_HOSTS = (  # the last two compile, on one thread
-    *("tests/soak", "tests/e2e/test_prefix_routing.py"),
-    *("tests/sampling/test_kernels_compile.py", "tests/layers/test_build.py"),
-)
+ALONE, HOSTS, BESIDE_HOSTS = ("tests/chaos",), ("tests/multihost",), ("tests/soak", "tests/e2e/test_prefix_routing.py")
 # Five workers for two cores: over a third of a worker's time is waiting.
 SIDE_BY_SIDE = ("-p", "tests.support.side_by_side", "--workers", "5", "-o", "console_output_style=classic")
 MOST = 5  # failed tests that run again: with more, something is broken
