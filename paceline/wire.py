@@ -247,10 +247,7 @@ def trace_to_proto(trace: RequestTrace) -> trace_pb2.TraceResponse:
             start_s=event.start_s,
             end_s=event.end_s,
         )
-        numbers, texts = (
-            written.numbers,
-            written.texts,
-        )  # protobuf's own ``update`` takes four times as long
+        numbers, texts = written.numbers, written.texts  # their own ``update`` takes four times as long
         for name, value in event.attributes.items():
             if isinstance(value, str):
                 texts[name] = value

@@ -85,7 +85,9 @@ def test_parts_that_are_links(tmp_path: Path) -> None:
     for i, part in enumerate(parts):
         part.rename(tmp_path / "blobs" / f"{i}0e1")
         part.symlink_to(tmp_path / "blobs" / f"{i}0e1")
-    load_target(hub.resolve_model(str(parts[0])), torch.bfloat16, CPU)
+    folder = hub.resolve_model(str(parts[0]))
+    assert [file.resolve().parent.name for file in sorted(folder.glob("*.gguf"))] == ["blobs"] * len(parts)
+    assert load_target(folder, torch.bfloat16, CPU).spec.num_layers == 1  # every tensor was found, once
 
 
 def test_every_part_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
