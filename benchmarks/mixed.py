@@ -93,9 +93,10 @@ class Load:
         """Median seconds to the first token of short prompts that come at a steady pace, and of the long ones that are
         computed meanwhile, one after another."""
         long: list[float] = []
+        ended = asyncio.Event()
 
         async def long_ones() -> None:
-            while True:
+            while not ended.is_set():
                 long.append(await self.first_token_s())
 
         beside = asyncio.create_task(long_ones())
@@ -104,9 +105,9 @@ class Load:
             await asyncio.sleep(SHORT_EVERY_S)
             short.append(asyncio.create_task(self.first_token_s(SHORT_PROMPT)))
         times = await asyncio.gather(*short)
-        beside.cancel()
-        await asyncio.gather(beside, return_exceptions=True)
-        return statistics.median(times), statistics.median(long or [float("nan")])
+        ended.set()
+        await beside  # what is left of a prompt would take cores from the deployment that comes next
+        return statistics.median(times), statistics.median(long)
 
     async def repetition(self) -> Figures:
         """All loads once."""

@@ -14,6 +14,7 @@ import pytest
 from tests.support.worker_memory import give_back, memory
 
 if TYPE_CHECKING:
+    from tests.support.interpreter import Again
     from tests.support.server import Server
 
 MIB = 1 << 20
@@ -37,6 +38,16 @@ def served_model() -> Iterator[Server]:
 
     with serve("--no-standby", "--kv-cache-tokens", "16384") as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def run_again_interpreted(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Again]:
+    """Runs a file's tests in Triton's interpreter, one process of which takes them all."""
+    from tests.support.interpreter import Interpreter
+
+    interpreter = Interpreter(pytestconfig, tmp_path_factory.mktemp("interpreter") / "log")
+    yield interpreter.run_again
+    interpreter.end()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from paceline.sampling.device import draft_topk
 from paceline.spec_decode.drafters import candidates
 from paceline.triton_support import has_triton
 from tests.support.device_runner import device_runner, with_heads, write_heads
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.launches import Key, recorded_launches
 from tests.support.needs import needs_triton
 from tests.support.recording import plain_torch
@@ -45,7 +45,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process wi
 
 
 @needs_triton
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

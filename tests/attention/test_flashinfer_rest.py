@@ -17,7 +17,7 @@ from paceline.kvcache.layout import LayerKind
 from paceline.kvcache.pool import KvPool
 from paceline.triton_support import has_triton
 from tests.fakes import flashinfer_wrappers as fake
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.needs import needs_triton
 from tests.support.paged_batches import Tables, filled_pool, num_rows, plain_attention, random_batch
 from tests.support.tolerance import Tolerance
@@ -35,7 +35,7 @@ ODD = filled_pool(LayerKind.GQA, 2, 24, 4, PAGES + 1, torch.bfloat16)
 
 
 @needs_triton
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

@@ -19,7 +19,7 @@ from paceline.kvcache.layout import LayerKind
 from paceline.kvcache.table import PageTable
 from paceline.models.static_forward import Room, StaticForward
 from tests.fakes import flashinfer_wrappers as fake
-from tests.support.interpreter import run_again_interpreted
+from tests.support.interpreter import Again
 from tests.support.paged_batches import filled_pool, plain_attention, random_batch
 from tests.support.tolerance import Tolerance
 
@@ -27,7 +27,7 @@ CPU, PAGES, DIM, LONGEST = torch.device("cpu"), 300, 64, 90
 BF16: Tolerance = {"rtol": 1.6e-2, "atol": 1e-2}
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

@@ -21,7 +21,7 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerKind
 from paceline.triton_support import has_triton
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.needs import needs_triton
 from tests.support.paged_batches import filled_pool, random_batch
 
@@ -50,7 +50,7 @@ def small_blocks() -> Iterator[None]:
 
 
 @needs_triton
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

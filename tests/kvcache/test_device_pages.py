@@ -9,14 +9,14 @@ from paceline.kvcache.device_pages import DevicePages, make_device_pages
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from tests.support.device_pages import DTYPES, LAYERS, check_compaction, check_gather_and_scatter, random_pool
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.layers import build
+from tests.support.needs import other_kernels
 
 COMPILER = build.find_compiler() or ""
 # With AMX, with AVX-512, with AVX2. A host with AMX compiles the first for itself.
@@ -52,18 +53,9 @@ def test_a_lock_that_is_not_given_back_is_done_without(built: list[Path], monkey
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not COMPILER, reason="needs a C++ compiler for x86-64")
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_they_compile_for_processors_that_this_host_is_not(
-    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Assembled, not run; in one piece, which reads each header once. Mutant: a template parameter as the number of an
-    AMX tile, which the emulated tiles take."""
-    whole = tmp_path / "whole.cpp"
-    whole.write_text("".join(f'#include "{source}"\n' for source in build._translation_units()))
-    monkeypatch.setattr(build, "_translation_units", lambda: [whole])
-    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
-    target = tmp_path / "kernels.so"
-    build._build([COMPILER, "-O0", f"-march={processor}", *flags], target)
-    assert target.stat().st_size > 0
+def test_they_compile_for_processors_that_this_host_is_not(processor: str) -> None:
+    """Assembled, not run. Mutant: a template parameter as the number of an AMX tile, which the emulated tiles take."""
+    assert other_kernels(f"-march={processor}", "-O0").stat().st_size > 0
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")

@@ -25,7 +25,7 @@ from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.models.moe import FEW_EACH, GroupedExperts, _on_a_gpu
 from paceline.triton_support import has_triton
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.needs import needs_kernels, needs_triton
 from tests.support.quantized_weights import KINDS, ON_GPUS
 from tests.support.recording import plain_torch
@@ -48,7 +48,7 @@ def seeded() -> None:
     torch.manual_seed(5)
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

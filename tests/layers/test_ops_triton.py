@@ -16,7 +16,7 @@ from paceline.attention.base import Segment
 from paceline.layers import ops
 from paceline.layers.build import load_kernels
 from paceline.triton_support import has_triton
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.recording import plain_torch
 from tests.support.tiny_deepseek import tiny_deepseek_runner
 from tests.support.tiny_model import tiny_runner
@@ -38,7 +38,7 @@ def seeded() -> None:
     torch.manual_seed(3)
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

@@ -20,7 +20,7 @@ from paceline.layers.quantized_reference import integer_linear_reference, round_
 from paceline.models.quantization.fusing import fuse_layers
 from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
 from paceline.parallel.slabs import slabs_of
-from tests.support.needs import needs_kernels
+from tests.support.needs import LESSER_BUILDS, needs_kernels, other_kernels
 from tests.support.quantized_weights import INTEGER, KINDS, OF_FILES
 
 OF_INTEGERS = INTEGER | OF_FILES
@@ -35,10 +35,9 @@ WRITTEN_OUT = "AMX, its instructions written out"
 FAKE_AMX = Path(__file__).with_name("fake_amx.h")
 INSTRUCTIONS = {
     "AVX-512 without VNNI": ("-mno-avx512vnni",),
-    "AVX2": ("-march=x86-64-v3",),
-    "generic": ("-DPACELINE_GENERIC",),
     WRITTEN_OUT: ("-include", str(FAKE_AMX)),
 }
+WHOLE = {"AVX2": ("-march=x86-64-v3", "-O0"), "generic": LESSER_BUILDS[0]}  # that other tests compile as well
 
 
 def random_weight(out_features: int, in_features: int) -> torch.Tensor:
@@ -85,7 +84,7 @@ def test_integer_kernels_give_the_bits_of_the_reference(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.parametrize("name", [*INSTRUCTIONS, *WHOLE])
 def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(compiled(name, tmp_path / "lesser.so", monkeypatch))
     run, address = getattr(library, LINEAR_F32), ctypes.c_void_p
@@ -109,6 +108,8 @@ def compiled(name: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     assert compiler is not None
     if name == WRITTEN_OUT and "amx" in build.kernel_set():
         return host._name
+    if name in WHOLE:
+        return str(other_kernels(*WHOLE[name]))
     sources = SOURCES if "VNNI" in name else [*SOURCES, OF_FLOATS]
     monkeypatch.setattr(build, "_translation_units", lambda: [build.SOURCES / source for source in sources])
     build._build([compiler, *build.FLAGS, "-O0", *INSTRUCTIONS[name]], target)

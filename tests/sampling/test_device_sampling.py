@@ -23,7 +23,7 @@ from tests.support.device_sampling import (
     check_topk,
     quiet,
 )
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 from tests.support.needs import needs_triton
 
 torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 

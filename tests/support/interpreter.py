@@ -1,7 +1,8 @@
-"""Runs a test file once more with Triton's interpreter in place of a GPU.
+"""Runs test files once more with Triton's interpreter in place of a GPU.
 
 Triton reads TRITON_INTERPRET when it is imported, so the kernels' tests run in a process of their own. In such a
-process ``runs_triton`` holds for CPU tensors, and the same tests that check torch's operations check the kernels.
+process ``runs_triton`` holds for CPU tensors, and the same tests that check torch's operations check the kernels. The
+fixture ``run_again_interpreted`` of tests/conftest.py keeps one for all files that its worker runs together.
 
 The interpreter multiplies tiles by NumPy's OpenBLAS. Its kernels for Haswell and Zen give a row of a tile bits that
 depend on the row's place there, which no GPU's matrix unit does, so another kernel is chosen.
@@ -14,28 +15,67 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from paceline.triton_support import has_triton
+from tests.support.side_by_side import TAIL, Fed, started
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_CORETYPE": "Sandybridge"}
+
+Again = Callable[[str], None]  # what the fixture ``run_again_interpreted`` gives, to be called with a test file
 
 
-def run_again_interpreted(file: str) -> None:
-    """Run the tests of ``file`` on the kernels; skips where that is impossible, or where it is happening already."""
-    if INTERPRETED:
-        pytest.skip("this is the process with the interpreter")
-    if not has_triton():
-        pytest.skip("needs triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_CORETYPE": "Sandybridge"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, "every test was skipped there"
+class Interpreter:
+    """A worker of ``side_by_side`` in which kernels are interpreted: it takes file after file, and imports torch and
+    Triton once. One that died, or holds too much, has a successor."""
+
+    def __init__(self, config: pytest.Config, log: Path) -> None:
+        self._config, self._log = config, log
+        self._opened = ExitStack()
+        self._fed: Fed | None = None
+
+    def run_again(self, file: str) -> None:
+        """Run the tests of ``file`` on the kernels; skips where that cannot be, or where it is happening already."""
+        if INTERPRETED:
+            pytest.skip("this is the process with the interpreter")
+        if not has_triton():
+            pytest.skip("needs triton")
+        fed = self._fed or self._start()
+        from_data = self._config.hook.pytest_report_from_serializable
+        name = Path(file).relative_to(self._config.rootpath).as_posix()
+        try:
+            reports = [from_data(config=self._config, data=data) for data in fed.run([name])]
+        except BaseException:  # it died, or its time is over
+            fed.process.kill()
+            self.end()
+            raise
+        failed = [f"{report.nodeid}\n{report.longreprtext}" for report in reports if report.failed]
+        fed.failed |= bool(failed)
+        if not fed.goes_on:
+            self.end()
+        assert not failed, "\n\n".join(failed)
+        assert any(report.passed and report.when == "call" for report in reports), "every test was skipped there"
+
+    def _start(self) -> Fed:
+        words = ("-p", "tests.support.side_by_side", "-p", "no:cacheprovider")
+        output = self._opened.enter_context(self._log.open("w"))
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            self._fed = self._opened.enter_context(started(words, output))
+        return self._fed
+
+    def end(self) -> None:
+        """Wait for the worker, whose last steps may have failed."""
+        fed, self._fed = self._fed, None
+        self._opened.close()
+        if fed and fed.ended_otherwise():
+            pytest.fail(f"Triton's interpreter ended with {fed.process.returncode}: {self._log.read_text()[-TAIL:]}")
 
 
 def _without_repeats() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -32,10 +34,23 @@ needs_collapse = pytest.mark.skipif(
 
 
 def lesser_kernels(flags: tuple[str, ...]) -> ctypes.CDLL | None:
-    """One of LESSER_BUILDS, or with no flags the host's own. Compiled in two pieces, those that round after every
-    operation and the others, for each header is read once a piece: half the time of file by file."""
+    """One of LESSER_BUILDS, or with no flags the host's own."""
     if not flags:
         return load_kernels()
+    with _in_two_pieces():
+        return load_kernels(flags)
+
+
+def other_kernels(*flags: str) -> Path:
+    """Compiled with these flags too, not loaded, and kept like the host's own: the same sources are compiled once."""
+    with _in_two_pieces():
+        return build.compile_kernels(flags)
+
+
+@contextmanager
+def _in_two_pieces() -> Iterator[None]:
+    """Sources that round after every operation are compiled together, and so are the others, for each header is read
+    once a piece: half the time of file by file."""
     with tempfile.TemporaryDirectory() as folder:
         pieces = {EXACT: Path(folder, f"{EXACT}whole.cpp"), "": Path(folder, "whole.cpp")}
         for source in build._translation_units():
@@ -43,4 +58,4 @@ def lesser_kernels(flags: tuple[str, ...]) -> ctypes.CDLL | None:
             with piece.open("a") as file:
                 file.write(f'#include "{source}"\n')
         with mock.patch.object(build, "_translation_units", return_value=list(pieces.values())):
-            return load_kernels(flags)
+            yield

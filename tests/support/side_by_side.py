@@ -27,6 +27,17 @@ TOGETHER = (  # one worker takes them all
     ("tests/fuzz/",),  # they share one deployment
     ("tests/clients/", "tests/examples/"),  # so do these
     ("tests/e2e/test_disaggregated_matrix.py", "tests/engine/test_exactness_matrix.py"),  # and these a loaded target
+    (  # and these a process with Triton's interpreter
+        "tests/assembly/test_warm.py",
+        "tests/attention/test_flashinfer_rest.py",
+        "tests/attention/test_placed.py",
+        "tests/attention/test_triton_attention.py",
+        "tests/kvcache/test_device_pages.py",
+        "tests/layers/test_exact_products.py",
+        "tests/layers/test_ops_triton.py",
+        "tests/sampling/test_device_sampling.py",
+        "tests/spec_decode/accept/test_device_walk.py",
+    ),
 )
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
 # A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one: the

@@ -54,10 +54,11 @@ def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
 def write_tiny_model(folder: Path, spec: ModelSpec) -> None:
     """A Llama of float32 weights; spec: ``tiny_spec``, of any vocabulary, depth and LM head."""
     bag = tiny_weights(spec, torch.float32, seed=4)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file({name: bag.take(name) for name in model_shapes(spec)}, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,

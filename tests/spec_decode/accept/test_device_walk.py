@@ -13,7 +13,7 @@ from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from tests.support.device_walk import check_walks
-from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, Again
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ ROOT = DraftTree((3,), (-1,), (0,))
 CHAIN = build_tree(0, [(-1, 1), (0, 2), (1, 3)], vocab_size=10, max_nodes=4, max_depth=3)
 
 
-def test_in_tritons_interpreter() -> None:
+def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
     run_again_interpreted(__file__)
 
 
