@@ -1,6 +1,6 @@
 """Servers of other engines on this machine's cores: how each is started plainly and with speculation of its own.
 
-`benchmarks.peers.install` makes them. None of them knows the heads that Paceline drafts with, so each drafts by copying
+`benchmarks.peers.install` makes them. None of them is given the heads that Paceline drafts with: each drafts by copying
 from its context, which needs no further weights.
 """
 
