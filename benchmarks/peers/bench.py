@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.common.processes import NotReady, ended_by_signals
-from benchmarks.peers.servers import DRAFT_TOKENS, PEERS, cores, peer_settings
+from benchmarks.peers.servers import DRAFT_TOKENS, PEERS, cores, head_setting, peer_settings
 from benchmarks.serving import questions
 from benchmarks.serving.arrivals import Arrival
 from benchmarks.serving.client import Limits, Server, drive, served_model
@@ -117,7 +117,7 @@ def run(plan: PeersPlan, model: str, folder: Path, only: Sequence[str], progress
     rows: list[Row] = []
     with ended_by_signals():
         for name in only or ENGINES:
-            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), len(ENGINES) + 1, what)):
+            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), len(ENGINES) + 2, what)):
                 rows.append(row)
     sizes = (len(plan.decode), plan.max_tokens, plan.long_prompt_tokens)
     return PeersReport(folder.name, cores(), plan.prompts, *sizes, tuple(rows))
@@ -137,20 +137,27 @@ def _rows(name: str, plan: PeersPlan, model: str, folder: Path, tell: Callable[[
         except ConfigError as error:
             yield Row(name, None, None, "", error.message)
             return
-        yield _row(name, "n-gram", plain, drafted, plan, tell)
+        row = _row(name, "n-gram", plain, drafted, plan, tell)
+        yield row
+        if head := head_setting(name, folder):
+            row = replace(row, name=head.name, drafted=None, how="EAGLE-3, our head", reason="")
+            yield _with(row, "drafted", head, plan, tell)
 
 
 def _row(name: str, how: str, plain: Setting, drafted: Setting, plan: PeersPlan, tell: Callable[[str], None]) -> Row:
     row = Row(name, None, None, how)
-    for field, setting in (("plain", plain), ("drafted", drafted)):
-        tell(setting.name)
-        try:
-            with setting.start() as url:
-                row = replace(row, **{field: asyncio.run(_measured(plan, url))})  # type: ignore[arg-type]
-        except (NotReady, ConfigError) as error:
-            message = str(error).strip()[-MESSAGE_CHARACTERS:]
-            row = replace(row, reason=f"{row.reason} {setting.name}: {message}".strip())
-    return row
+    return _with(_with(row, "plain", plain, plan, tell), "drafted", drafted, plan, tell)
+
+
+def _with(row: Row, field: str, setting: Setting, plan: PeersPlan, tell: Callable[[str], None]) -> Row:
+    """The row with a figure, or with the reason why there is none."""
+    tell(setting.name)
+    try:
+        with setting.start() as url:
+            return replace(row, **{field: asyncio.run(_measured(plan, url))})  # type: ignore[arg-type]
+    except (NotReady, ConfigError) as error:
+        message = str(error).strip()[-MESSAGE_CHARACTERS:]
+        return replace(row, reason=f"{row.reason} {setting.name}: {message}".strip())
 
 
 async def _measured(plan: PeersPlan, url: str) -> Figures:

@@ -1,7 +1,7 @@
 """Servers of other engines on this machine's cores: how each is started plainly and with speculation of its own.
 
-`benchmarks.peers.install` makes them. None of them is given the heads that Paceline drafts with: each drafts by copying
-from its context, which needs no further weights.
+`benchmarks.peers.install` makes them. Each drafts by copying from its context, which needs no further weights. vLLM may
+be given the EAGLE-3 head that Paceline has for the model as well.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from benchmarks.common.processes import running
 from benchmarks.serving.client import answers
 from benchmarks.serving.deployments import Setting
 from paceline.errors import ConfigError
+from paceline.spec_decode.heads.formats.config import aux_input_layers
+from paceline.spec_decode.heads.shipped import shipped_heads
 
 HOME = Path(__file__).resolve().parents[2] / "build" / "peers"
 LLAMA_SERVER = HOME / "llama-build" / "bin" / "llama-server"
@@ -36,6 +38,8 @@ VLLM_NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 2,
 }
+VLLM_HEAD = {"method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS}
+AUX_LAYERS, WEIGHTS = "eagle_aux_hidden_state_layer_ids", "model.safetensors"
 
 Start = Callable[[], AbstractContextManager[str]]
 
@@ -96,15 +100,41 @@ def llama_server(file: Path, options: Sequence[str] = ()) -> Start:
     return start
 
 
+def head_setting(name: str, folder: Path) -> Setting | None:
+    """A peer that drafts with the EAGLE-3 head that Paceline has for the model; None where there is no head, and for
+    peers that are not known to take one."""
+    head = shipped_heads(folder.name, "eagle3")
+    if name != "vllm" or head is None:
+        return None
+    given = vllm_head(head, HOME / f"{folder.name}-eagle3-vllm")
+    return Setting(f"{name}, our head", _vllm_server(folder, VLLM_HEAD | {"model": str(given)}))
+
+
+def vllm_head(head: Path, folder: Path) -> Path:
+    """A folder with the same weights and a config that counts layers as vLLM does, by their inputs. Returns it."""
+    config = json.loads((head / "config.json").read_text())
+    layers = list(aux_input_layers(config["eagle_config"][AUX_LAYERS]) or ())
+    folder.mkdir(parents=True, exist_ok=True)
+    config |= {AUX_LAYERS: layers, "eagle_config": config["eagle_config"] | {AUX_LAYERS: layers}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    (folder / WEIGHTS).symlink_to((head / WEIGHTS).resolve())
+    return folder
+
+
 def _vllm(folder: Path, drafts: bool) -> Start:
+    return _vllm_server(folder, VLLM_NGRAM if drafts else None)
+
+
+def _vllm_server(folder: Path, speculation: Mapping[str, object] | None) -> Start:
     @contextmanager
     def start() -> Iterator[str]:
         port = free_port()
         command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
         command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), "--served-model-name", folder.name]
-        if drafts:
-            command += ["--speculative-config", json.dumps(VLLM_NGRAM)]
+        if speculation:
+            command += ["--speculative-config", json.dumps(speculation)]
         bound = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # every core, as the others
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound, "HF_HUB_OFFLINE": "1"}
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PATH": _with(VLLM_PYTHON.parent)}

@@ -18,6 +18,7 @@ from benchmarks.command import bench
 from benchmarks.common.processes import NotReady, running
 from benchmarks.peers.bench import PeersReport, Row, figures, grid
 from benchmarks.peers.engines import over_http
+from benchmarks.peers.servers import AUX_LAYERS, WEIGHTS, head_setting, vllm_head
 from benchmarks.peers.transformers_worker import Clock
 from benchmarks.serving.arrivals import Arrival
 from benchmarks.serving.bench import Load, run
@@ -28,6 +29,7 @@ from benchmarks.serving.report import ServingReport
 from benchmarks.serving.workload import Ask
 from benchmarks.speculation.prompts import Prompt
 from paceline.errors import ConfigError
+from paceline.spec_decode.heads.shipped import shipped_heads
 from tests.multihost.small_model import write_model
 
 SCRIPTED = """
@@ -180,6 +182,19 @@ def test_sigterm_ends_the_run_and_its_server(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid)
+
+
+def test_a_head_for_vllm(tmp_path: Path) -> None:
+    """Mutants: layers as our file counts them; layers in one of the two places; other weights."""
+    head = shipped_heads("smollm2-135m-instruct", "eagle3")
+    assert head is not None
+    for _ in range(2):  # the second time over the first
+        given = vllm_head(head, tmp_path / "head")
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (head, given))
+    assert ours["eagle_config"][AUX_LAYERS] == [1, 14, 26]
+    assert theirs[AUX_LAYERS] == theirs["eagle_config"][AUX_LAYERS] == [2, 15, 27]
+    assert (given / WEIGHTS).read_bytes() == (head / WEIGHTS).read_bytes()
+    assert head_setting("llama.cpp", Path("smollm2-135m-instruct")) is head_setting("vllm", Path("another")) is None
 
 
 def test_peers_figures() -> None:
