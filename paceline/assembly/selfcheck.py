@@ -22,7 +22,8 @@ from paceline.sampling.sampler import RowContext, sample_rows
 
 PROBE_TOKENS = 67  # ragged against every tile and row block in use
 DRAWS = 12  # tokens that are drawn
-CHUNKINGS = ((PROBE_TOKENS,), (1,) * 5 + (PROBE_TOKENS - 5,), (30, 18, 2, 16, 1), (33, 34))
+# At once, and in chunks of many sizes: single rows, as decoding has, come last, where the context is longest.
+CHUNKINGS = ((PROBE_TOKENS,), (33, 17, 8, 4, 2, 1, 1, 1))
 
 
 def logits_in_chunks(
@@ -60,9 +61,10 @@ class ProbedBits:
 
 
 def probe_bits(model: TargetModel, kv: KvPool, allocator: PageAllocator, attention: AttentionBackend) -> ProbedBits:
-    """One text in several chunkings, on whichever rank its rows lie."""
+    """One text at once and in chunks, on whichever rank its rows lie."""
     tokens = [(7919 * i + 13) % model.spec.vocab_size for i in range(PROBE_TOKENS)]
-    places = [(chunks, i % allocator.parts) for i, chunks in enumerate(CHUNKINGS)]
+    runs = range(max(len(CHUNKINGS), allocator.parts))
+    places = [(CHUNKINGS[run % len(CHUNKINGS)], run % allocator.parts) for run in runs]
     first, *others = (logits_in_chunks(model, kv, allocator, attention, tokens, *place) for place in places)
     if not all(torch.equal(first, other) for other in others):
         return ProbedBits(False, "")

@@ -52,3 +52,20 @@ def test_a_build_that_gives_other_bits_pairs_with_none_of_before(part: str, othe
     with mock.patch(part, other):
         after = fingerprint_of(tiny_runner())
     assert differing_fields(before, after) == ["results"]
+
+
+def logits_of_more_bits(rows: range) -> Any:
+    """A product whose bits are others for batches of ``rows``."""
+
+    def logits(model: DecoderModel[Any], hidden: torch.Tensor) -> torch.Tensor:
+        return (other_logits if len(hidden) in rows else LOGITS)(model, hidden)
+
+    return logits
+
+
+@pytest.mark.parametrize("rows", [range(1, 2), range(2, 17), range(17, 34)], ids=["one row", "a few", "a tile's"])
+def test_bits_that_depend_on_the_batch_are_found(rows: range) -> None:
+    """Mutants: the text is run at once alone, or in chunks alone."""
+    with mock.patch("paceline.models.decoder.DecoderModel.logits", logits_of_more_bits(rows)):
+        assert not tiny_runner().bit_exact
+    assert tiny_runner().bit_exact
