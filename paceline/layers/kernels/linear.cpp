@@ -2,6 +2,19 @@
 #include "blocks.h"
 #include "steps.h"
 
+// 16 rows of a matrix [N, K] from n0 on, of 16 words from k0 on, to words [16 of k][16 of n], with zeros beyond N. A word
+// is a float, as many as there are before K, or a pair of bf16, with zeros beyond K. Each row is read in one go: rows of
+// a large power of two share a set of the cache, which does not hold 16 of them.
+template <class Word, class T>
+static void pack_block(const T* w, int64_t N, int64_t K, int64_t n0, int64_t k0, T* out) {
+  constexpr int64_t EACH = sizeof(Word) / sizeof(T);
+  Word rows[16][16] = {};
+  int64_t height = std::min<int64_t>(16, N - n0), width = std::min(16 * EACH, K - k0);
+  for (int64_t n = 0; n < height; n++) memcpy(rows[n], w + (n0 + n) * K + k0, width * sizeof(T));
+  for (int64_t p = 0; p < (EACH == 1 ? width : 16); p++)
+    for (int64_t n = 0; n < 16; n++) memcpy(out + (p * 16 + n) * EACH, &rows[n][p], sizeof(Word));
+}
+
 extern "C" {
 
 int64_t pl_packed_elems(int64_t N, int64_t K, int is_bf16) {
@@ -13,20 +26,13 @@ void pl_pack_bf16(const bf16* w, int64_t N, int64_t K, bf16* out) {
   int64_t KB = (K + 31) / 32;
 #pragma omp parallel for schedule(static) num_threads(pl_threads())
   for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
-    for (int64_t kb = 0; kb < KB; kb++)
-      for (int p = 0; p < 16; p++)
-        for (int n = 0; n < 16; n++)
-          for (int j = 0; j < 2; j++) {
-            int64_t row = nb * 16 + n, col = kb * 32 + p * 2 + j;
-            out[(((nb * KB + kb) * 16 + p) * 16 + n) * 2 + j] = (row < N && col < K) ? w[row * K + col] : 0;
-          }
+    for (int64_t kb = 0; kb < KB; kb++) pack_block<uint32_t>(w, N, K, nb * 16, kb * 32, out + (nb * KB + kb) * 512);
 }
 
 void pl_pack_f32(const float* w, int64_t N, int64_t K, float* out) {
 #pragma omp parallel for schedule(static) num_threads(pl_threads())
   for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
-    for (int64_t k = 0; k < K; k++)
-      for (int n = 0; n < 16; n++) out[(nb * K + k) * 16 + n] = (nb * 16 + n < N) ? w[(nb * 16 + n) * K + k] : 0.0f;
+    for (int64_t k = 0; k < K; k += 16) pack_block<float>(w, N, K, nb * 16, k, out + (nb * K + k) * 16);
 }
 }
 
