@@ -81,8 +81,11 @@ class WeightBag:
     def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
         """The weight of a linear layer, [out_features, in_features], as the checkpoint has it or ``rounded``. See
         ``take``."""
-        found = self._linear(name, shape)
-        return self.as_head(found) if name == TIED else rounded_weight(found, self.scheme)
+        return self.take_head(name, shape) if name == TIED else rounded_weight(self._linear(name, shape), self.scheme)
+
+    def take_head(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
+        """The same of an LM head, whatever its name."""
+        return self.as_head(self._linear(name, shape))
 
     def _linear(self, name: str, shape: tuple[int, int] | None) -> LinearWeight:
         found = self._claimed(name, shape)

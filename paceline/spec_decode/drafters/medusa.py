@@ -71,7 +71,7 @@ class MedusaHeads:
         self.model = model
         self.num_heads = _count_heads(tensors)
         placed = {name: _place(tensor, model) for name, tensor in tensors.items()}
-        bag = WeightBag(placed).onto(model.device, model.dtype)
+        bag = WeightBag(placed).onto(model.device, model.dtype).rounded(model.quantize)
         self.token_map = bag.take(TOKEN_MAP) if TOKEN_MAP in placed else None
         self.blocks: list[list[ResBlock]] = []
         self.vocabularies: list[Linear] = []
@@ -83,7 +83,7 @@ class MedusaHeads:
             self.blocks.append(blocks)
             if (name := f"{head}.{len(blocks)}.weight") in placed:
                 size = placed[name].shape[0]
-                self.vocabularies.append(Linear(bag.take_linear(name, (size, hidden)), out_float32=True))
+                self.vocabularies.append(Linear(bag.take_head(name, (size, hidden)), out_float32=True))
                 sizes.add(size)
         bag.finish()
         self._check_vocabularies(sizes)

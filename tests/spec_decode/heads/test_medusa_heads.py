@@ -12,7 +12,9 @@ from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.layers.linear import Linear
+from paceline.layers.quantized import LinearWeight
 from paceline.models.llama import LlamaModel
+from paceline.models.quantization.round_to_nearest import round_to_nearest
 from paceline.spec_decode.base import DraftSampling
 from paceline.spec_decode.drafters import medusa
 from paceline.spec_decode.drafters.candidates import Candidates, choose
@@ -48,6 +50,21 @@ def test_heads_equal_plain_torch(blocks: int, own: bool) -> None:
             y = y + z / (1 + torch.exp(-z))
         expected = y @ given[f"{head}.{blocks}.weight"].T if own else model.logits(y)
         torch.testing.assert_close(got[head], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "of_vocabulary"), [("w8a8", "w8a8"), ("w4a16", "w8a16")])
+def test_heads_are_rounded_as_their_target_is(scheme: str, of_vocabulary: str) -> None:
+    """Mutants: heads stay floats; their vocabulary matrices have the 4 bits of other layers, unlike an LM head."""
+    model, hidden = tiny_runner("bf16", drafter="none").model, torch.randn(5, HIDDEN).bfloat16()
+    given: dict[str, LinearWeight] = dict(tensors(2, 1, VOCAB))
+    rounded = dict(given)
+    for name, weight in given.items():
+        if isinstance(weight, torch.Tensor) and name.endswith("weight"):
+            kept = weight.bfloat16()
+            rounded[name] = round_to_nearest(kept, scheme if "linear" in name else of_vocabulary)
+    expected = MedusaHeads(model, rounded).logits(hidden)
+    model = tiny_runner("bf16", drafter="none", quantize=scheme).model
+    assert torch.equal(MedusaHeads(model, given).logits(hidden), expected)
 
 
 def test_heads_are_counted_from_the_names() -> None:
