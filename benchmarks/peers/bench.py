@@ -117,7 +117,7 @@ def run(plan: PeersPlan, model: str, folder: Path, only: Sequence[str], progress
     rows: list[Row] = []
     with ended_by_signals():
         for name in only or ENGINES:
-            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), len(ENGINES) + 2, what)):
+            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), len(ENGINES) + 3, what)):
                 rows.append(row)
     sizes = (len(plan.decode), plan.max_tokens, plan.long_prompt_tokens)
     return PeersReport(folder.name, cores(), plan.prompts, *sizes, tuple(rows))

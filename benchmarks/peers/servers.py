@@ -1,6 +1,6 @@
 """Servers of other engines on this machine's cores: how each is started plainly and with speculation of its own.
 
-`benchmarks.peers.install` makes them. Each drafts by copying from its context, which needs no further weights. vLLM may
+`benchmarks.peers.install` makes them. Each drafts by copying from its context, which needs no further weights. Both may
 be given the EAGLE-3 head that Paceline has for the model as well.
 """
 
@@ -38,6 +38,7 @@ VLLM_NGRAM = {
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 2,
 }
+LLAMA_HEAD = ("--spec-type", "draft-eagle3", "--spec-draft-n-max", str(DRAFT_TOKENS))
 VLLM_HEAD = {"method": "eagle3", "num_speculative_tokens": DRAFT_TOKENS}
 AUX_LAYERS, WEIGHTS = "eagle_aux_hidden_state_layer_ids", "model.safetensors"
 
@@ -47,6 +48,11 @@ Start = Callable[[], AbstractContextManager[str]]
 def gguf_file(model: str, kind: str = "bf16") -> Path:
     """Weights for llama.cpp, of that type."""
     return HOME / f"{Path(model).name}-{kind}.gguf"
+
+
+def head_file(model: str) -> Path:
+    """The EAGLE-3 head for llama.cpp."""
+    return gguf_file(model, "eagle3-bf16")
 
 
 def openvino_folder(model: str, kind: str) -> Path:
@@ -72,20 +78,24 @@ def peer_settings(names: Sequence[str], folder: Path) -> list[Setting]:
     for name in names:
         if name not in PEERS:
             raise ConfigError("peers", f"{name!r} is none of {', '.join(PEERS)}")
-        missing = [path for path in PEERS[name][0](folder) if not path.exists()]
-        if missing:
-            raise ConfigError("peers", f"{missing[0]} is not there: run `{INSTALL} {name}`")
+        _require(name, PEERS[name][0](folder))
         start = PEERS[name][1]
         found += [Setting(name, start(folder, False)), Setting(f"{name}, n-gram", start(folder, True))]
     return found
+
+
+def _require(name: str, paths: Sequence[Path]) -> None:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise ConfigError("peers", f"{missing[0]} is not there: run `{INSTALL} {name}`")
 
 
 def _llama(folder: Path, drafts: bool) -> Start:
     return llama_server(gguf_file(folder.name), LLAMA_NGRAM if drafts else ())
 
 
-def llama_server(file: Path, options: Sequence[str] = ()) -> Start:
-    """llama.cpp's server of a GGUF file."""
+def llama_server(file: Path, options: Sequence[str] = (), head: Path | None = None) -> Start:
+    """llama.cpp's server of a GGUF file, which drafts with a head where there is one. A start may raise ConfigError."""
 
     @contextmanager
     def start() -> Iterator[str]:
@@ -93,6 +103,9 @@ def llama_server(file: Path, options: Sequence[str] = ()) -> Start:
         command = [str(LLAMA_SERVER), "-m", str(file), "--host", "127.0.0.1", "--port", str(port)]
         command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
         command += ["--no-cache-prompt", "--cache-ram", "0"]  # no prompt may be in a cache from another run
+        if head is not None:
+            _require("llama.cpp", [head])
+            command += ["-md", str(head), *LLAMA_HEAD]
         url = f"http://127.0.0.1:{port}"
         with running([*command, *options], ready=lambda: answers(url)):
             yield url
@@ -101,17 +114,20 @@ def llama_server(file: Path, options: Sequence[str] = ()) -> Start:
 
 
 def head_setting(name: str, folder: Path) -> Setting | None:
-    """A peer that drafts with the EAGLE-3 head that Paceline has for the model; None where there is no head, and for
-    peers that are not known to take one."""
+    """A peer that drafts with the EAGLE-3 head that Paceline has for the model; None where there is no head."""
     head = shipped_heads(folder.name, "eagle3")
-    if name != "vllm" or head is None:
+    if head is None:
         return None
-    given = vllm_head(head, HOME / f"{folder.name}-eagle3-vllm")
-    return Setting(f"{name}, our head", _vllm_server(folder, VLLM_HEAD | {"model": str(given)}))
+    if name == "llama.cpp":
+        start = llama_server(gguf_file(folder.name), head=head_file(folder.name))
+    else:
+        start = _vllm_server(folder, VLLM_HEAD | {"model": str(peer_head(head, folder.name))})
+    return Setting(f"{name}, our head", start)
 
 
-def vllm_head(head: Path, folder: Path) -> Path:
-    """A folder with the same weights and a config that counts layers as vLLM does, by their inputs. Returns it."""
+def peer_head(head: Path, model: str) -> Path:
+    """A folder with the same weights and a config that counts layers as both peers do, by their inputs. Returns it."""
+    folder = HOME / f"{Path(model).name}-eagle3"
     config = json.loads((head / "config.json").read_text())
     layers = list(aux_input_layers(config["eagle_config"][AUX_LAYERS]) or ())
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,10 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.command import bench
 from benchmarks.common.processes import NotReady, running
+from benchmarks.peers import install, servers
 from benchmarks.peers.bench import PeersReport, Row, figures, grid
 from benchmarks.peers.engines import over_http
-from benchmarks.peers.servers import AUX_LAYERS, WEIGHTS, head_setting, vllm_head
+from benchmarks.peers.servers import AUX_LAYERS, WEIGHTS, gguf_file, head_file, head_setting, peer_head
 from benchmarks.peers.transformers_worker import Clock
 from benchmarks.serving.arrivals import Arrival
 from benchmarks.serving.bench import Load, run
@@ -184,17 +185,57 @@ def test_sigterm_ends_the_run_and_its_server(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_a_head_for_vllm(tmp_path: Path) -> None:
+def test_a_head_for_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutants: layers as our file counts them; layers in one of the two places; other weights."""
+    monkeypatch.setattr(servers, "HOME", tmp_path)
     head = shipped_heads("smollm2-135m-instruct", "eagle3")
     assert head is not None
     for _ in range(2):  # the second time over the first
-        given = vllm_head(head, tmp_path / "head")
+        given = peer_head(head, "models/smollm2-135m-instruct")
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (head, given))
     assert ours["eagle_config"][AUX_LAYERS] == [1, 14, 26]
     assert theirs[AUX_LAYERS] == theirs["eagle_config"][AUX_LAYERS] == [2, 15, 27]
     assert (given / WEIGHTS).read_bytes() == (head / WEIGHTS).read_bytes()
-    assert head_setting("llama.cpp", Path("smollm2-135m-instruct")) is head_setting("vllm", Path("another")) is None
+    assert given.parent == tmp_path
+    assert head_setting("llama.cpp", Path("another")) is head_setting("vllm", Path("another")) is None
+
+
+def test_a_head_for_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its converter gets layers by their inputs and the model's folder, and its server the file that it wrote.
+
+    Mutants: the head's own folder for the converter; a file that is there stays; a server without the head.
+    """
+    ran: list[list[str]] = []
+
+    def step(*command: str, environment: dict[str, str] | None = None) -> None:
+        ran.append([*command])
+        if "--outfile" in command:
+            Path(command[command.index("--outfile") + 1]).write_text("converted")
+
+    @contextmanager
+    def server(command: list[str], *, ready: object) -> Iterator[None]:
+        ran.append(command)
+        yield
+
+    monkeypatch.setattr(servers, "HOME", tmp_path)
+    monkeypatch.setattr(servers, "running", server)
+    monkeypatch.setattr(install, "run", step)
+    monkeypatch.setattr(install, "resolve_model", lambda model: tmp_path / "target")
+    model = Path("smollm2-135m-instruct")
+    setting = head_setting("llama.cpp", model)
+    assert setting is not None
+    with pytest.raises(ConfigError, match=r"eagle3-bf16\.gguf is not there: run"), setting.start():
+        pass
+    head_file(model.name).write_text("of an older head")
+    install.convert_head(tmp_path, model.name)
+    assert head_file(model.name).read_text() == "converted"
+    assert json.loads((Path(ran[-1][2]) / "config.json").read_text())[AUX_LAYERS] == [2, 15, 27]
+    assert ran[-1][-2:] == ["--target-model-dir", str(tmp_path / "target")]
+    with setting.start():
+        pass
+    asked = " ".join(ran[-1])
+    assert f"-m {gguf_file(model.name)} " in asked
+    assert f"-md {head_file(model.name)} --spec-type draft-eagle3 --spec-draft-n-max 4" in asked
 
 
 def test_peers_figures() -> None:
