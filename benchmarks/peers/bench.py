@@ -115,9 +115,11 @@ def run(plan: PeersPlan, model: str, folder: Path, only: Sequence[str], progress
         if name not in ENGINES:
             raise ConfigError("only", f"{name!r} is none of {', '.join(ENGINES)}")
     rows: list[Row] = []
+    names = only or ENGINES
+    most = sum(1 if name == "transformers" else 2 for name in names)  # fewer where an engine is not there
     with ended_by_signals():
-        for name in only or ENGINES:
-            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), len(ENGINES) + 3, what)):
+        for name in names:
+            for row in _rows(name, plan, model, folder, lambda what: progress(len(rows), most, what)):
                 rows.append(row)
     sizes = (len(plan.decode), plan.max_tokens, plan.long_prompt_tokens)
     return PeersReport(folder.name, cores(), plan.prompts, *sizes, tuple(rows))
