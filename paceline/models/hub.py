@@ -64,7 +64,7 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         gguf = None if (path / "config.json").is_file() else gguf_file(path)
-        return path if gguf is None else _of_gguf(gguf, path, progress)
+        return _tokenized(path, progress) if gguf is None else _of_gguf(gguf, path, progress)
     if path.suffix == ".gguf" and path.is_file():
         return _of_gguf(path, None, progress)
     if name_or_path in KNOWN:
@@ -75,7 +75,16 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
             "model",
             f"{name_or_path!r} is no folder, no known model ({known}) and no hub id (owner/name[@commit])",
         )
-    return _from_hub(name_or_path, progress or _silent)
+    return _tokenized(_from_hub(name_or_path, progress or _silent), progress)
+
+
+def _tokenized(folder: Path, progress: Progress | None) -> Path:
+    """``folder``, or one with a tokenizer.json where it has Mistral's tekken.json alone."""
+    if (folder / "tokenizer.json").is_file() or not (folder / "tekken.json").is_file():
+        return folder
+    from paceline.models.tekken_folder import with_tokenizer
+
+    return with_tokenizer(folder, progress or _silent)
 
 
 def _of_gguf(file: Path, beside: Path | None, progress: Progress | None) -> Path:

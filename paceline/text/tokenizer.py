@@ -224,7 +224,7 @@ def _byte_decoder(state: Mapping[str, Any] | None) -> tuple[Callable[[str], byte
     state = state or {"type": "none"}
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        table = _byte_level_table()
+        table = byte_level_table()
         return lambda token: _from_byte_level(token, table), 0
     replaced: list[tuple[str, str]] = []
     strip, fallback = 0, False
@@ -243,7 +243,7 @@ def _byte_decoder(state: Mapping[str, Any] | None) -> tuple[Callable[[str], byte
     return lambda token: _from_pieces(token, replaced, fallback), strip
 
 
-def _byte_level_table() -> dict[str, int]:
+def byte_level_table() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: those that print stand for themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
