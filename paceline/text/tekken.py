@@ -1,6 +1,6 @@
 """Mistral's tekken.json as a tokenizer: byte-level BPE by ranks, and control tokens, whose ids come first.
 
-A rank is a token's place among those that BPE makes. Of all neighbours whose bytes together are a token, those with the
+A rank is a token's place among those that BPE makes. Among neighbours whose bytes together are a token, those with the
 lowest rank are joined first, and the first two of several. tiktoken does so, by which mistral-common reads the file
 (its ``tokens/tokenizers/tekken.py``). The ``tokenizers`` library wants the pairs that are joined instead. One pair a
 token is enough: what stands around a token does not change how its own bytes are joined, so it is always made of the

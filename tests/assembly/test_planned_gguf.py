@@ -31,6 +31,7 @@ from paceline.ranks.communicators import torch_dist
 from paceline.ranks.load import load_shard
 from paceline.ranks.shard import Shard
 from tests.assembly.test_planned_weights import held, of_layers
+from tests.support.gguf_deepseek import write_deepseek2
 from tests.support.gguf_experts import write_glm4moe, write_gpt_oss, write_qwen3moe
 from tests.support.gguf_files import HIDDEN, WIDE, random_blocks, write_gguf
 from tests.support.needs import needs_kernels, needs_triton
@@ -66,6 +67,8 @@ CASES: dict[str, Write] = {
     "experts of floats beside codes": moe(Kind.Q8_0, Kind.F16),
     "gpt-oss": lambda path: write_gpt_oss(path, Kind.Q8_0, count=COUNT),
     "glm": lambda path: write_glm4moe(path, Kind.Q5_K, experts=COUNT),
+    "deepseek": lambda path: write_deepseek2(path, Kind.Q4_K, experts=COUNT),
+    "deepseek, whole": lambda path: write_deepseek2(path, Kind.Q8_0, whole=True, experts=COUNT),
 }
 ON_RANKS: dict[str, Write] = {
     "qwen3": of_kind(Kind.Q8_0),
@@ -74,6 +77,7 @@ ON_RANKS: dict[str, Write] = {
     "no block is parted": moe(Kind.Q4_K, wide=True),
     "nothing has steps": moe(Kind.Q4_1),
     "glm": lambda path: write_glm4moe(path, Kind.Q6_K, experts=COUNT),
+    "deepseek": lambda path: write_deepseek2(path, Kind.Q6_K, experts=COUNT),
 }
 CPU = torch.device("cpu")
 ODD_HEADS = {  # whose rows cannot be pairs
@@ -200,6 +204,8 @@ def test_the_command(tmp_path: Path) -> None:
         (lambda path: write_gguf(path, "llama", fields=ODD_HEADS), "attn_q.weight has 256 rows for 256 heads"),
         (lambda path: write_qwen3moe(path, Kind.Q8_0, left_out="ffn_up_exps"), "up_proj.weight is missing"),
         (lambda path: write_gpt_oss(path, Kind.Q8_0, up=Kind.Q8_0), "are multiplied together"),
+        (lambda path: write_deepseek2(path, Kind.Q8_0, {"expert_gating_func": 1}), "expert_gating_func 1"),
+        (lambda path: write_deepseek2(path, Kind.Q8_0, left_out="attn_v_b"), "attn_k_b.weight is one part of two"),
         (lambda path: path.write_bytes(b"GGUF"), "is not a GGUF file"),
     ],
 )

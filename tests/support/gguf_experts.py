@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from tests.support.gguf_files import DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, WIDE, add_tokenizer, random_blocks
 
 EXPERTS, USED, LAYERS = 4, 2, 2
+FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 Value = str | int | float | bool | list[bool]
 Fields = Mapping[str, Value]
 NAMES = {  # of a layer's tensors: gguf's and Hugging Face's
@@ -51,8 +52,13 @@ class ExpertFile:
     def add(self, name: str, meaning: str, shape: tuple[int, ...], kind: Kind) -> None:
         """A random tensor of ``kind``; one of 3 dimensions is of all experts, whose number ``*`` in meaning stands
         for."""
-        if kind in (Kind.F32, Kind.F16):
+        if kind in FLOATS:
             drawn = self.random.standard_normal(shape) * (1.0 if "gate_inp" in name or "exp_probs" in name else 0.05)
+        if kind is Kind.BF16:
+            made = torch.from_numpy(drawn).bfloat16()
+            values = made.float()
+            self._writer.add_tensor(name, made.view(torch.uint8).numpy(), raw_dtype=kind)
+        elif kind in FLOATS:
             stored = drawn.astype(np.float32 if kind is Kind.F32 else np.float16)
             values = torch.from_numpy(stored.astype(np.float32))
             self._writer.add_tensor(name, stored)

@@ -16,6 +16,7 @@ from paceline.models.gguf.experts import expert_config
 from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.gemma import gemma3_config
+from paceline.models.gguf.latent import LATENT, latent_config, rope_width, sharpness
 from paceline.models.gguf.tensors import ROPE_FACTORS, GgufTensors
 from paceline.models.gguf.tokenizer import write_tokenizer
 
@@ -27,9 +28,10 @@ ARCHITECTURES = {  # Hugging Face's class and type of model
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "deepseek2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
 WITH_WINDOWS = ("gpt-oss", "gemma3")
-WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe")
+WITH_EXPERTS = ("qwen3moe", "gpt-oss", "glm4moe", *LATENT)
 _QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 ENDS = {  # of a turn or a text, which files have one field for; a call of a tool is one
     "llama": ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
@@ -39,6 +41,8 @@ ENDS = {  # of a turn or a text, which files have one field for; a call of a too
     "gpt-oss": ("<|call|>", "<|endoftext|>"),
     "glm4moe": ("<|user|>", "<|observation|>"),
     "gemma3": ("<end_of_turn>", "<eos>"),
+    # DeepSeek's own, Kimi K2's, and those of GLM-4.7-Flash: no vocabulary of one has another's.
+    "deepseek2": ("<｜end▁of▁sentence｜>", "<|im_end|>", "<|endoftext|>", "<|user|>", "<|observation|>"),
 }
 TOKENIZER = "tokenizer.json"
 FROM_BESIDE = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -106,7 +110,8 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
         raise fields.refused("it has no table token_embd.weight")
     vocab, hidden = file.tensors["token_embd.weight"].shape
     heads = fields.whole("attention.head_count")
-    dim = fields.whole("attention.key_length", hidden // heads)
+    latent = fields.architecture in LATENT
+    dim = rope_width(fields) if latent else fields.whole("attention.key_length", hidden // heads)
     architecture, kind = ARCHITECTURES[fields.architecture]
     return (
         {
@@ -138,6 +143,8 @@ def _config(file: GgufFile, fields: Fields) -> dict[str, Any]:
 def _heads(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
     """What sets the attention of an architecture apart, by the tensors where no field says it. Raises ConfigError for
     heads that no family has."""
+    if fields.architecture in LATENT:
+        return latent_config(fields)
     turned, glm = fields.whole("rope.dimension_count", dim), fields.architecture == "glm4moe"
     share = turned / dim
     in_part = glm and turned in range(2, dim, 2) and int(dim * share) == turned
@@ -187,8 +194,10 @@ def _rope_scaling(file: GgufFile, fields: Fields, dim: int) -> dict[str, Any]:
 
 
 def _yarn(fields: Fields) -> dict[str, Any]:
-    """A rope of YaRN. Raises ConfigError where it is sharpened otherwise than by its factor."""
-    for name in ("yarn_attn_factor", "attn_factor", "yarn_log_multiplier"):
+    """A rope of YaRN. Raises ConfigError where it is sharpened otherwise than by its factor and, with latents, by its
+    multiplier."""
+    latent = fields.architecture in LATENT
+    for name in ("yarn_attn_factor", "attn_factor", *(() if latent else ("yarn_log_multiplier",))):
         if (value := fields.get(f"rope.scaling.{name}")) is not None:
             raise fields.refused(f"{fields.architecture}.rope.scaling.{name} {value!r} is not supported")
     if fields.number("rope.scaling.yarn_ext_factor", 1.0) != 1:
@@ -202,7 +211,7 @@ def _yarn(fields: Fields) -> dict[str, Any]:
         "beta_fast": float(fields.number("rope.scaling.yarn_beta_fast", 32.0)),
         "beta_slow": float(fields.number("rope.scaling.yarn_beta_slow", 1.0)),
         "truncate": fields.architecture != "gpt-oss",  # no field has it; the model was trained without
-    }
+    } | (sharpness(fields) if latent else {})
 
 
 def _llama3(file: GgufFile, fields: Fields, dim: int) -> Mapping[str, Any]:

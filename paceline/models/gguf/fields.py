@@ -8,7 +8,8 @@ from paceline.errors import ConfigError
 from paceline.models.gguf.file import GgufFile
 from paceline.models.moe_config import MAX_EXPERTS
 
-WITH_MODULES = ("glm4moe",)  # architectures whose files may have MTP modules: layers after the last, which stay there
+# Architectures whose files may have MTP modules: layers after the last, which stay there.
+WITH_MODULES = ("glm4moe", "deepseek2")
 
 
 class Fields:

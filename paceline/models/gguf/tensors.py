@@ -2,6 +2,7 @@
 
 llama.cpp interleaves the rows of q and k of the Llama architecture for its rope; Hugging Face rotates halves. The
 interleave is undone here. All experts of a layer lie in one tensor, one after the other; each is a weight here.
+DeepSeek's kv_b_proj may lie in two tensors, which are one weight of floats here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.layers.quantized import LinearWeight
 from paceline.models.gguf.blocks import IN_CODES
 from paceline.models.gguf.fields import Fields
 from paceline.models.gguf.file import GgufFile, GgufTensor
+from paceline.models.gguf.latent import joined, part_shapes
 from paceline.models.gguf.matrices import weight_of_blocks
 from paceline.models.quantization.fusing import reordered
 
@@ -47,14 +49,28 @@ SINKS, CORRECTION = "attn_sinks", "exp_probs_b"
 LONE = (SINKS, CORRECTION)  # no weights of layers: their names have no last part
 AFTER = {"post_attention_norm": "post_attention_layernorm"}
 OSS = AFTER | {"ffn_gate_inp": "mlp.router", SINKS: "self_attn.sinks"}
-GLM = AFTER | {
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+GROUPED = {
     "ffn_gate_inp": "mlp.gate",
     CORRECTION: "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+GLM = AFTER | GROUPED | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+WHOLE, KEYS, VALUES = "self_attn.kv_b_proj.weight", "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
+DEEPSEEK = GROUPED | {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",  # these two are parts of the one above
+    "attn_v_b": "self_attn.v_b_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
 }
 GEMMA = AFTER | {
     "attn_q_norm": "self_attn.q_norm",
@@ -67,6 +83,7 @@ LAYER_NAMES = {  # of the other architectures: DENSE
     "gpt-oss": ATTENTION | EXPERTS | OSS,
     "glm4moe": ATTENTION | MLP | EXPERTS | GLM,
     "gemma3": ATTENTION | MLP | GEMMA,
+    "deepseek2": MLP | EXPERTS | DEEPSEEK,
 }
 SHIFTED_NORMS = ("gemma3",)  # architectures whose norms multiply by one more than a checkpoint has
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -99,13 +116,18 @@ def row_order(rows: int, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies: in a tensor, of which it is one expert's part or, with None, all."""
+    """Where a weight lies: in a tensor, of which it is one expert's part or, with None, all. With ``values`` the tensor
+    has the keys' part of it."""
 
     tensor: GgufTensor
     expert: int | None = None
+    values: GgufTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.values is not None:
+            (heads, rank, keys), (_, values, _) = self.tensor.shape, self.values.shape
+            return heads * (keys + values), rank
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def rows(self, file: GgufFile) -> npt.NDArray[np.uint8]:
@@ -135,6 +157,7 @@ class GgufTensors(Mapping[str, LinearWeight]):
         self._places: dict[str, _Place] = {}
         for tensor in tensors:
             self._place(tensor)
+        self._join()
         self._heads = self._interleaved_heads()
 
     def _is_of_module(self, tensor: GgufTensor) -> bool:
@@ -151,6 +174,22 @@ class GgufTensors(Mapping[str, LinearWeight]):
         if len(tensor.shape) != dims or tensor.shape[0] != count:
             raise self._fields.refused(f"tensor {tensor.name} has shape {tensor.shape}, expected {count} experts")
         self._places |= {name.replace(EACH, str(expert)): _Place(tensor, expert) for expert in range(count)}
+
+    def _join(self) -> None:
+        """Make one weight of the two parts of a projection. Raises ConfigError for one part alone, for parts beside the
+        whole, and for other shapes than the file's fields give."""
+        parts = {name: self._places.pop(name).tensor for name in [*self._places] if name.endswith((KEYS, VALUES))}
+        for stem in dict.fromkeys(name.removesuffix(KEYS).removesuffix(VALUES) for name in parts):
+            keys, values = parts.get(f"{stem}{KEYS}"), parts.get(f"{stem}{VALUES}")
+            if keys is None or values is None:
+                name = next(tensor.name for tensor in (keys, values) if tensor is not None)
+                raise self._fields.refused(f"tensor {name} is one part of two, the other is missing")
+            if f"{stem}{WHOLE}" in self._places:
+                raise self._fields.refused(f"tensor {keys.name} is a part of a projection that is there as a whole too")
+            for tensor, shape in zip((keys, values), part_shapes(self._fields), strict=True):
+                if tensor.shape != shape:
+                    raise self._fields.refused(f"tensor {tensor.name} has shape {tensor.shape}, expected {shape}")
+            self._places[f"{stem}{WHOLE}"] = _Place(keys, values=values)
 
     def _interleaved_heads(self) -> dict[str, int]:
         """Heads of the tensors whose rows are interleaved, by the part of the name; Qwen's are not."""
@@ -170,9 +209,11 @@ class GgufTensors(Mapping[str, LinearWeight]):
     def floats(self, name: str) -> torch.Tensor:
         """A tensor as float32, whatever its type."""
         place = self._places[name]
-        kind, rows = place.tensor.kind, place.rows(self._file)
-        plain = {_Q.F32: "<f4", _Q.F16: "<f2"}.get(kind)
-        values = torch.tensor(dequantize(rows.view(plain) if plain else rows, kind)).float().view(place.shape)
+        values = _floats(place.rows(self._file), place.tensor.kind)
+        if place.values is not None:
+            other = _floats(self._file.rows(place.values), place.values.kind)
+            return joined(values.view(place.tensor.shape), other.view(place.values.shape))
+        values = values.view(place.shape)
         if self._fields.architecture in SHIFTED_NORMS and name.endswith("norm.weight"):
             return values - 1.0
         order = self._order(place.tensor)
@@ -180,10 +221,10 @@ class GgufTensors(Mapping[str, LinearWeight]):
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What a tensor of floats is given in."""
-        return torch.float32 if name.endswith(GLM[CORRECTION]) else self._dtype  # see registry.KEPT_FLOAT32
+        return torch.float32 if name.endswith(GROUPED[CORRECTION]) else self._dtype  # see registry.KEPT_FLOAT32
 
     def _in_codes(self, place: _Place) -> bool:
-        return place.tensor.kind in IN_CODES and len(place.shape) == 2
+        return place.tensor.kind in IN_CODES and len(place.shape) == 2 and place.values is None
 
     def _order(self, tensor: GgufTensor) -> torch.Tensor | None:
         part = tensor.name.split(".")[-2]
@@ -206,3 +247,9 @@ class GgufTensors(Mapping[str, LinearWeight]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+def _floats(rows: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> torch.Tensor:
+    """float32 of a tensor's bytes, [rows, columns]."""
+    plain = {_Q.F32: "<f4", _Q.F16: "<f2"}.get(kind)
+    return torch.tensor(dequantize(rows.view(plain) if plain else rows, kind)).float()

@@ -27,12 +27,19 @@ O200K = (
     rf"{LEAD}{ABOVE}*{BELOW}+{SHORT}|{LEAD}{ABOVE}+{BELOW}*{SHORT}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# How DeepSeek-V3 splits it, one pattern after the other: digits, Chinese and Japanese, and what is left.
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
-def _split(pattern: str) -> Any:
+def _split(*patterns: str) -> Any:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -67,6 +74,7 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "gpt-4o": PreTokenizer(lambda: _split(O200K), ignores_merges=True),
+    "deepseek-v3": PreTokenizer(lambda: _split(*DEEPSEEK3)),
 }
 
 

@@ -97,6 +97,9 @@ class TestFolder:
             ("llama", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),  # Llama 3.1's generation_config.json
             ("qwen2", ["<|endoftext|>", "<|im_end|>"]),
             ("qwen3moe", ["<|endoftext|>", "<|im_end|>"]),
+            ("deepseek2", ["<｜end▁of▁sentence｜>"]),
+            ("deepseek2", ["<|im_end|>"]),  # Kimi K2
+            ("deepseek2", ["<|endoftext|>", "<|user|>", "<|observation|>"]),  # GLM-4.7-Flash
         ],
     )
     def test_ends_that_are_in_the_vocabulary(self, architecture: str, ends: list[str], tmp_path: Path) -> None:
@@ -236,4 +239,5 @@ def test_pre_tokenizers_split_as_the_models_do() -> None:
         "qwen2": 5,
         "deepseek-r1-qwen": 5,
         "gpt-4o": 3,
+        "deepseek-v3": 3,
     }
