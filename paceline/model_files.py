@@ -1,8 +1,11 @@
-"""The JSON files of a Hugging Face model folder that more than one part reads."""
+"""The JSON files of a Hugging Face model folder that more than one part reads, and how a folder that is made of other
+files comes to its place."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError("model", f"{path} is not a JSON object")
     return raw
+
+
+def publish_folder(folder: Path, target: Path, last: Path) -> None:
+    """Rename, so that nobody sees half a folder; another process's is as good. Folders that were made for an earlier
+    state of the same source go: their names begin like ``target``'s, up to its dash.
+
+    last: a file that a whole ``target`` has. Raises OSError.
+    """
+    for stale in target.parent.glob(f"{target.name.partition('-')[0]}-*"):
+        if stale != target:
+            shutil.rmtree(stale, ignore_errors=True)
+    try:
+        os.rename(folder, target)
+    except OSError:
+        if not last.is_file():
+            raise
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.layers.build import cache_folder
-from paceline.model_files import read_json
+from paceline.model_files import publish_folder, read_json
 from paceline.text.tekken import TEKKEN, read_tekken, tekken_tokenizer
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -42,7 +40,7 @@ def with_tokenizer(folder: Path, progress: Callable[[str, float], None]) -> Path
                 half.mkdir(parents=True)
                 _write(folder, content, half)
                 _link(source, half)
-                _publish(half.parent, target, made / TOKENIZER)
+                publish_folder(half.parent, target, made / TOKENIZER)
             progress("reading tekken.json", 1.0)
         _link(source, made)
     except OSError as error:
@@ -72,18 +70,3 @@ def _link(source: Path, made: Path) -> None:
     for link in made.iterdir():
         if link.is_symlink() and not link.exists():
             link.unlink(missing_ok=True)
-
-
-def _publish(folder: Path, target: Path, last: Path) -> None:
-    """Rename, so that nobody sees half a folder; another process's is as good. Those of the tokenizer as it was go.
-
-    last: what a whole folder has.
-    """
-    for stale in target.parent.glob(f"{target.name.partition('-')[0]}-*"):
-        if stale != target:
-            shutil.rmtree(stale, ignore_errors=True)
-    try:
-        os.rename(folder, target)
-    except OSError:
-        if not last.is_file():
-            raise

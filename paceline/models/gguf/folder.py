@@ -4,14 +4,13 @@ it was split; weights stay in it."""
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.layers.build import cache_folder
+from paceline.model_files import publish_folder
 from paceline.models.gguf.convert import FROM_BESIDE, write_configs
 from paceline.models.gguf.file import GgufFile
 from paceline.models.weight_files import gguf_parts, part_name
@@ -44,7 +43,7 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
             for i, source in enumerate(sources):
                 link = part_name(LINK, i, len(sources)) if len(sources) > 1 else f"{LINK}.gguf"
                 (folder / link).symlink_to(source)
-            _publish(folder, target)
+            publish_folder(folder, target, target / "config.json")
     except OSError as error:
         raise ConfigError("model", f"{target} could not be made: {error}") from error
     progress("reading GGUF", 1.0)
@@ -59,15 +58,3 @@ def _name(sources: list[Path], beside: Path | None) -> str:
     where = hashlib.blake2b(f"{sources[0]}\0{beside}".encode(), digest_size=8).hexdigest()
     what = hashlib.blake2b(repr((CONFIGS, states)).encode(), digest_size=8).hexdigest()
     return f"{where}-{what}"
-
-
-def _publish(folder: Path, target: Path) -> None:
-    """Rename, so that nobody sees half a folder; another process's is as good. Those of the file as it was go."""
-    for stale in target.parent.glob(f"{target.name.partition('-')[0]}-*"):
-        if stale != target:
-            shutil.rmtree(stale, ignore_errors=True)
-    try:
-        os.rename(folder, target)
-    except OSError:
-        if not (target / "config.json").is_file():
-            raise
