@@ -32,6 +32,7 @@ from benchmarks.peers.servers import (
     VLLM_PYTHON,
     gguf_file,
     head_file,
+    installed,
     openvino_folder,
     peer_head,
 )
@@ -193,7 +194,7 @@ def made(path: Path) -> Iterator[Path | None]:
 
 def environment_with(python: Path, *packages: str) -> None:
     """A virtual environment with these packages and the CPU build of torch."""
-    done = python.parents[1] / "installed"
+    done = installed(python)
     if done.exists():
         return
     run(sys.executable, "-m", "uv", "venv", "-q", "--clear", "--python", sys.executable, str(python.parents[1]))

@@ -45,6 +45,11 @@ AUX_LAYERS, WEIGHTS = "eagle_aux_hidden_state_layer_ids", "model.safetensors"
 Start = Callable[[], AbstractContextManager[str]]
 
 
+def installed(python: Path) -> Path:
+    """A file that an environment has once all of its packages are there."""
+    return python.parents[1] / "installed"
+
+
 def gguf_file(model: str, kind: str = "bf16") -> Path:
     """Weights for llama.cpp, of that type."""
     return HOME / f"{Path(model).name}-{kind}.gguf"
@@ -168,5 +173,5 @@ def _with(folder: Path) -> str:
 # By name: what must be there, and how it starts.
 PEERS: dict[str, tuple[Callable[[Path], list[Path]], Callable[[Path, bool], Start]]] = {
     "llama.cpp": (lambda folder: [LLAMA_SERVER, gguf_file(folder.name)], _llama),
-    "vllm": (lambda folder: [VLLM_PYTHON], _vllm),
+    "vllm": (lambda folder: [installed(VLLM_PYTHON)], _vllm),
 }

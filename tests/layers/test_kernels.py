@@ -26,7 +26,7 @@ from tests.support.quantized_weights import KINDS
 from tests.support.tolerance import Tolerance
 
 DTYPES = [torch.bfloat16, torch.float32]
-SHAPES = [(960, 576), (576, 1536), (40, 24), (33, 100)]
+SHAPES = [(960, 576), (576, 1536), (40, 24), (33, 100), (17, 33)]
 ROWS = [1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 128]
 
 pytestmark = needs_kernels
