@@ -117,11 +117,12 @@ def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto", on_gpu: b
     spec, node = ModelSpec.from_json(raw, path), Node(dtype, on_gpu)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
-    float32 = FLOAT32 if spec.clamp is None else FLOAT32_NORMS
+    build = model_class(spec.family)
+    float32 = FLOAT32_NORMS if build.float32_norms else FLOAT32
     chosen = ChosenTensors(tensors, frozenset(tensors) - drafts)
     weights = PlannedWeights(chosen, announced, node, float32=float32)
     bag = WeightBag(weights)
-    model = model_class(spec.family)(spec, bag, dtype, META)
+    model = build(spec, bag, dtype, META)
     sizes, steps, parted = weights.sizes(), weights.steps(), _parted(weights.read, spec)
     _take_no_biases(bag, announced)
     bag.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ class PreNormLayer:
 
 class DecoderModel(TargetModel, Generic[Layer]):
     """Embedding, decoder layers, final norm, LM head."""
+
+    float32_norms: ClassVar[bool] = False  # whether the weights of norms are held as float32, whatever the dtype is
 
     def __init__(
         self,

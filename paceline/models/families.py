@@ -125,6 +125,17 @@ def _mimo_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_mtp_modules": read_mtp_modules(raw)}
 
 
+def _ministral3_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if not rope:
+        raise KeyError("rope_parameters")
+    if not rope.get("llama_4_scaling_beta"):
+        return {}
+    # Queries of later positions are multiplied by a logarithm of theirs, which the kernels know nothing of.
+    return {"max_position_embeddings": min(int(raw["max_position_embeddings"]), int(rope[ORIGINAL]))}
+
+
+ORIGINAL = "original_max_position_embeddings"
 LLAMA_MODEL = "paceline.models.llama:LlamaModel"
 MOE_MODEL = "paceline.models.moe_decoder:MoeDecoderModel"
 GELU = "gelu_pytorch_tanh"
@@ -133,6 +144,9 @@ FAMILIES = {  # by the name of the architecture in config.json
         "llama", LLAMA_MODEL, kv_heads_optional=True, reads_attention_bias=True, reads_mlp_bias=True
     ),
     "MistralForCausalLM": Family("mistral", LLAMA_MODEL, slides=True),
+    "Ministral3ForCausalLM": Family(
+        "ministral3", LLAMA_MODEL, head_dim=128, slides=True, read_fields=_ministral3_fields
+    ),
     "Qwen2ForCausalLM": Family("qwen2", LLAMA_MODEL, qkv_bias=True, slides=False, slides_at=_upper_layers),
     "Qwen3ForCausalLM": Family(
         "qwen3",

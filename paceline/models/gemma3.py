@@ -72,6 +72,8 @@ class Gemma3Layer:
 class Gemma3Model(DecoderModel[Gemma3Layer]):
     """A model of the family."""
 
+    float32_norms = True
+
     def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
         """See DecoderModel."""
         local: torch.Tensor | None = None

@@ -276,6 +276,8 @@ class GptOssLayer(PreNormLayer):
 class GptOssModel(DecoderModel[GptOssLayer]):
     """A model of the family."""
 
+    float32_norms = True
+
     def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
         """See DecoderModel."""
 

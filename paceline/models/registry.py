@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from paceline.models.weight_files import gguf_file, weight_files
 from paceline.models.wrapped import text_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of option dtype
-Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"
 MTP_NORMS = ("enorm", "token_layernorm")  # of the embedding, one in every module
@@ -85,6 +84,15 @@ def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
     families = [FAMILIES[name] for name in raw.get("architectures") or () if name in FAMILIES]
     own = any(config.get("quant_method") in family.quant_methods for family in families)
     return None if own else read_scheme(raw)
+
+
+class Builder(Protocol):
+    """The class of a family's models."""
+
+    float32_norms: bool
+
+    def __call__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> TargetModel:
+        """A model on ``device`` that has taken its weights."""
 
 
 def model_class(family: str) -> Builder:

@@ -28,50 +28,70 @@ class Wrapped:
     defaults: Mapping[str, Any]  # what transformers takes for fields that text_config leaves out
 
 
-WRAPPED = {  # by the name of the architecture in config.json
-    "Gemma3ForConditionalGeneration": Wrapped(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        {
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-6,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "bos_token_id": 2,
-            TIED: True,
-        },
-    ),
-    "Mistral3ForConditionalGeneration": Wrapped(
-        "MistralForCausalLM",
-        "mistral",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-6,
-            "sliding_window": 4096,
-            "bos_token_id": 1,
-            TIED: False,
-        },
-    ),
+GEMMA3 = Wrapped(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "bos_token_id": 2,
+        TIED: True,
+    },
+)
+MISTRAL = Wrapped(
+    "MistralForCausalLM",
+    "mistral",
+    {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        TIED: False,
+    },
+)
+MINISTRAL3 = Wrapped(
+    "Ministral3ForCausalLM",
+    "ministral3",
+    {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        TIED: False,
+    },
+)
+# By the name of the architecture in config.json. The first is meant where text_config has no model_type.
+WRAPPED = {
+    "Gemma3ForConditionalGeneration": (GEMMA3,),
+    "Mistral3ForConditionalGeneration": (MISTRAL, MINISTRAL3),
 }
 
 
-def wrapped(raw: Mapping[str, Any]) -> Wrapped | None:
-    """The record of a ``config.json``; None for one that is a language model's own."""
+def wrapped(raw: Mapping[str, Any]) -> tuple[Wrapped, ...]:
+    """The records of a ``config.json``; none for one that is a language model's own."""
     names = raw.get("architectures")
-    return next((WRAPPED[name] for name in WRAPPED if isinstance(names, list) and name in names), None)
+    return next((WRAPPED[name] for name in WRAPPED if isinstance(names, list) and name in names), ())
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -81,14 +101,17 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     its own must not run without it. Raises ConfigError for another language model, and for a quantisation that tells
     layers apart by their wrapped names.
     """
-    record = wrapped(raw)
-    if record is None:
+    records = wrapped(raw)
+    if not records:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ConfigError("model", "text_config of config.json is missing, or not an object")
-    if (kind := text.get("model_type", record.model_type)) != record.model_type:
-        raise ConfigError("model", f"text_config has model_type {kind!r}, which is not supported ({record.model_type})")
+    kind = text.get("model_type", records[0].model_type)
+    record = next((one for one in records if one.model_type == kind), None)
+    if record is None:
+        supported = ", ".join(one.model_type for one in records)
+        raise ConfigError("model", f"text_config has model_type {kind!r}, which is not supported ({supported})")
     _check_targets(raw)
     found = {**record.defaults, **text, **{name: raw[name] for name in OUTER if raw.get(name) is not None}}
     tied = bool(found[TIED]) and bool(raw.get(TIED, True))
@@ -121,4 +144,4 @@ def same_name(name: str) -> str | None:
 
 def naming(raw: Mapping[str, Any]) -> Naming:
     """``text_name`` or ``same_name``: whichever the tensors beside a ``config.json`` need."""
-    return same_name if wrapped(raw) is None else text_name
+    return text_name if wrapped(raw) else same_name

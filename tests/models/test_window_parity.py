@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
+from paceline.assembly.model_plan import EVERYWHERE, plan_model
 from paceline.config import NodeConfig
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import QuantizedWeight
@@ -82,6 +83,18 @@ def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
     expected = write_reference(tmp_path, *CASES[case])
     assert worst_difference(tmp_path, expected) < 1e-4
     assert expected.std() > 0.3  # the comparison is of something
+
+
+@pytest.mark.parametrize("case", ["mistral", "gemma", "gpt-oss"])
+def test_a_plan_counts_norms_as_they_are_held(case: str, tmp_path: Path) -> None:
+    """Mutants: norms of each family counted as bf16, or as float32."""
+    write_reference(tmp_path, *CASES[case])
+    model: Any = load_target(tmp_path, torch.bfloat16, torch.device("cpu"))
+    (planned,) = [part.num_bytes for part in plan_model(tmp_path, torch.bfloat16).parts if part.name == EVERYWHERE]
+    tensors = load_file(tmp_path / "model.safetensors")
+    norms = sum(tensor.numel() for name, tensor in tensors.items() if "norm" in name)
+    routers = sum(tensor.numel() for name, tensor in tensors.items() if ".router." in name or name.endswith("sinks"))
+    assert planned == norms * model.norm.element_size() + 4 * routers
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.models.announced import read_announced
 from paceline.models.config import ModelSpec
 from paceline.models.registry import load_target
-from paceline.models.wrapped import WRAPPED, text_name
+from paceline.models.wrapped import GEMMA3, MINISTRAL3, MISTRAL, Wrapped, text_name
 from paceline.models.write_quantised import write_quantised
 from tests.support.needs import needs_kernels
 from tests.support.parity import TOKENS, VOCAB, logits_of, worst_difference
@@ -45,18 +45,29 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 GEMMA_ROPE = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 TEXTS = {
     "Gemma3": SHAPE | GEMMA_ROPE | {"sliding_window": 8, "query_pre_attn_scalar": 24, "pad_token_id": None},
     "Mistral3": SHAPE | {"sliding_window": None, "rope_theta": 1e6, "model_type": "mistral"},
+    "Mistral3 of ministral3": SHAPE | {"rope_parameters": MINISTRAL_ROPE, "model_type": "ministral3"},
 }
-TEXT_CLASSES = {"Gemma3": "Gemma3TextConfig", "Mistral3": "MistralConfig"}
+TEXT_CLASSES = (("Gemma3TextConfig", GEMMA3), ("MistralConfig", MISTRAL), ("Ministral3Config", MINISTRAL3))
 
 
 def write_wrapped(folder: Path, name: str, text: dict[str, Any]) -> torch.Tensor:
-    """Save a random model of transformers; its logits of TOKENS."""
+    """Save a random model of transformers; its logits of TOKENS. name: its class, and what else tells it apart."""
     import transformers
 
+    name = name.partition(" ")[0]
     torch.manual_seed(5)
     vision = VISION | ({"head_dim": 16} if name == "Mistral3" else {"vision_use_head": False})
     kind = "pixtral" if name == "Mistral3" else "siglip_vision_model"
@@ -120,13 +131,30 @@ def test_tiny_checkpoints(name: str, released: bool, tmp_path: Path) -> None:
     assert plan.num_tensors == sum("vision_tower." not in one and "multi_modal" not in one for one in names)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_defaults_are_those_of_the_class(name: str) -> None:
+@pytest.mark.parametrize(("name", "record"), TEXT_CLASSES)
+def test_defaults_are_those_of_the_class(name: str, record: Wrapped) -> None:
     import transformers
 
-    meant = getattr(transformers, TEXT_CLASSES[name])()
-    for field, value in WRAPPED[f"{name}ForConditionalGeneration"].defaults.items():
+    meant = getattr(transformers, name)()
+    for field, value in record.defaults.items():
         assert getattr(meant, field) == value, field
+
+
+def test_a_context_without_scaled_queries(tmp_path: Path) -> None:
+    """Ministral 3 multiplies queries of positions from 32 on. Mutants: its context is what its config says; a
+    model without that scaling has the shorter one."""
+    text = TEXTS["Mistral3 of ministral3"]
+    rope = MINISTRAL_ROPE | {"original_max_position_embeddings": 32}
+    expected = write_wrapped(tmp_path, "Mistral3", text | {"rope_parameters": rope})
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == 32
+    model = load_target(tmp_path, torch.float32, torch.device("cpu"))
+    differs = (logits_of(model, (32,)) - expected[:32]).abs().max()
+    assert differs < 1e-4
+    write_wrapped(tmp_path, "Mistral3", text | {"rope_parameters": rope | {"llama_4_scaling_beta": 0.0}})
+    assert ModelSpec.from_folder(tmp_path).max_position_embeddings == SHAPE["max_position_embeddings"]
+    change(tmp_path, text_config={name: value for name, value in text_of(tmp_path).items() if "rope" not in name})
+    with pytest.raises(ConfigError, match="lacks 'rope_parameters'"):
+        ModelSpec.from_folder(tmp_path)
 
 
 def test_a_config_with_what_its_maker_left_in(tmp_path: Path) -> None:
@@ -210,8 +238,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for read in (lambda: load_target(tmp_path, torch.float32, torch.device("cpu")), lambda: read_announced(tmp_path)):
         with pytest.raises(ConfigError, match=r"tensor model\.norm\.weight is twice"):
             read()
-    change(tmp_path, text_config=text_of(tmp_path) | {"model_type": "ministral3"})
-    with pytest.raises(ConfigError, match="model_type 'ministral3', which is not supported"):
+    change(tmp_path, text_config=text_of(tmp_path) | {"model_type": "llama"})
+    with pytest.raises(ConfigError, match=r"model_type 'llama', which is not supported \(mistral, ministral3\)"):
         ModelSpec.from_folder(tmp_path)
     change(tmp_path, text_config=None)
     with pytest.raises(ConfigError, match="text_config"):

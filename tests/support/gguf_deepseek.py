@@ -8,8 +8,17 @@ from pathlib import Path
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from tests.support.gguf_experts import FLOATS, OF_EXPERTS, STACKS, TOP_NAMES, ExpertFile, Value, shape_fields
-from tests.support.gguf_files import HEADS, HIDDEN, VOCAB, WIDE
+from tests.support.gguf_experts import (
+    FLOATS,
+    OF_EXPERTS,
+    STACKS,
+    TOP_NAMES,
+    ExpertFile,
+    Value,
+    mlp_shapes,
+    shape_fields,
+)
+from tests.support.gguf_files import HEADS, HIDDEN, VOCAB
 
 LAYERS, DENSE, EXPERTS, GROUPS, SHARED = 3, 1, 8, 4, 1
 RANK, NOPE, ROPE, VALUE = 256, 32, 16, 64  # of the latent and of queries; of a head
@@ -80,10 +89,8 @@ def _add_layer(
     file: ExpertFile, layer: int, kind: Kind, matrices: dict[str, tuple[int, ...]], experts: int, left_out: str
 ) -> None:
     ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
-    wide, shared = 3 * WIDE, SHARED * WIDE
-    mlp = {"ffn_gate": (wide, HIDDEN), "ffn_up": (wide, HIDDEN), "ffn_down": (HIDDEN, wide)}
+    mlp = mlp_shapes(SHARED if layer >= DENSE else 0)
     if layer >= DENSE:
-        mlp = {"ffn_gate_shexp": (shared, HIDDEN), "ffn_up_shexp": (shared, HIDDEN), "ffn_down_shexp": (HIDDEN, shared)}
         for name, of_one in STACKS.items():
             meaning = f"{theirs}.mlp.experts.*.{OF_EXPERTS[name]}.weight"
             file.add(f"{ours}.{name}.weight", meaning, (experts, *of_one), kind)

@@ -221,12 +221,17 @@ def write_glm4moe(
     return {name: weight for name, weight in meant.items() if not name.startswith(f"model.layers.{GLM_LAYERS}")}
 
 
+def mlp_shapes(shared: int) -> dict[str, tuple[int, int]]:
+    """Matrices of so many shared experts together, or of a layer's one MLP: 0."""
+    wide, last = (shared * WIDE, "_shexp") if shared else (3 * WIDE, "")
+    shapes = {"ffn_gate": (wide, HIDDEN), "ffn_up": (wide, HIDDEN), "ffn_down": (HIDDEN, wide)}
+    return {name + last: shape for name, shape in shapes.items()}
+
+
 def _add_glm_layer(file: ExpertFile, layer: int, kind: Kind, qk_norm: bool, experts: int) -> None:
     ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
-    wide, shared = 3 * WIDE, SHARED * WIDE
-    mlp = {"ffn_gate": (wide, HIDDEN), "ffn_up": (wide, HIDDEN), "ffn_down": (HIDDEN, wide)}
+    mlp = mlp_shapes(SHARED if layer >= GLM_DENSE else 0)
     if layer >= GLM_DENSE:
-        mlp = {"ffn_gate_shexp": (shared, HIDDEN), "ffn_up_shexp": (shared, HIDDEN), "ffn_down_shexp": (HIDDEN, shared)}
         for name, shape in STACKS.items():
             file.add(
                 f"{ours}.{name}.weight", f"{theirs}.mlp.experts.*.{OF_EXPERTS[name]}.weight", (experts, *shape), kind

@@ -1,7 +1,8 @@
 """``fp8``: float8_e4m3fn weights with a scale per block (DeepSeek-V3, Qwen3), per output feature or per tensor.
 ``fbgemm_fp8`` (Meta's Llama 3.1 405B) has one per output feature.
 
-In blocks a weight is its code TIMES ``weight_scale_inv``, whatever the name says. Activations stay as they are.
+A weight is its code TIMES ``weight_scale_inv``, whatever the name says. Blocks have it, and weights with one scale that
+transformers wrote. Activations stay as they are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Fp8(Scheme):
     """A scheme with one size of blocks."""
 
     marks = frozenset((BLOCK_SCALE, SCALE))
-    ignored = frozenset(("input_scale", "k_scale", "v_scale", "kv_scale"))
+    ignored = frozenset(("input_scale", "activation_scale", "k_scale", "v_scale", "kv_scale"))
 
     def __init__(self, block: tuple[int, int] | None) -> None:
         """block: output and input features that share a scale; None: whole rows, or the whole weight."""
@@ -52,11 +53,14 @@ class Fp8(Scheme):
 
     def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
-        check_scales(layer, parts, BLOCK_SCALE if self.block else SCALE, self.block)
+        check_scales(layer, parts, self._scale(parts), self.block)
 
     def read(self, layer: str, parts: LayerTensors) -> QuantizedWeight:
         """See Scheme."""
-        return fp8_weight(parts["weight"], parts[BLOCK_SCALE if self.block else SCALE], self.block)
+        return fp8_weight(parts["weight"], parts[self._scale(parts)], self.block)
+
+    def _scale(self, parts: LayerTensors) -> str:
+        return BLOCK_SCALE if self.block or BLOCK_SCALE in parts else SCALE
 
 
 def check_scales(layer: str, parts: LayerTensors, name: str, block: tuple[int, int] | None) -> None:

@@ -83,6 +83,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "fp8 blocks": (BLOCKS, every(fp8((24, 32), "weight_scale_inv"))),
     "fp8 rows": ({"quant_method": "fp8", "activation_scheme": "static"}, every(fp8(None, "weight_scale"))),
     "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, every(fp8(None, "weight_scale"))),
+    "fp8 tensor, of transformers": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        every(fp8(None, "weight_scale_inv", per_tensor=True)),
+    ),
     "fp8 tensor": ({"quant_method": "fp8"}, every(fp8(None, "weight_scale", per_tensor=True))),
     "gptq 4 sym": (GPTQ, every(gptq(4, 32, sym=True))),
     "gptq 4 asym": (GPTQ | {"sym": False}, every(gptq(4, 32, sym=False))),
@@ -197,7 +201,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size"),
     ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
     ("fp8 blocks", {"weight_block_size": [32, 12]}, "groups of 12"),
-    ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
+    ("fp8 blocks", {"weight_block_size": None}, "neither one scale nor"),
     ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
     ("modelopt", {"group_size": 32}, "group_size 32"),
     ("ct int8", {"format": "marlin-24"}, "marlin-24"),
@@ -283,11 +287,12 @@ def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
 
 
 def test_scales_of_a_kv_cache_are_not_read(tmp_path: Path) -> None:
-    """As AutoFP8 names them, and others."""
+    """As AutoFP8 names them, and others; nor those of activations."""
     config, draw = CASES["fp8 tensor"]
     layers = write_quantised(tmp_path, config, draw)
     (file,) = tmp_path.glob("*.safetensors")
-    scales = ("self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+    scales = [f"self_attn.{name}" for name in ("kv_scale", "k_proj.k_scale", "v_proj.v_scale")]
+    scales += [f"mlp.up_proj.{name}" for name in ("activation_scale", "input_scale")]
     save_file(load_file(file) | {f"model.layers.0.{name}": torch.ones(1) for name in scales}, file)
     found = open_checkpoint(tmp_path, torch.float32)
     assert set(layers) <= {name.removesuffix(".weight") for name in found}

@@ -15,11 +15,8 @@ from paceline.layers.build import load_kernels
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
-from paceline.models.gguf.convert import convert
 from paceline.models.gguf.tokenizer import PRE_TOKENIZERS
-from paceline.models.loader import LazyTensors
 from paceline.models.registry import load_target, open_checkpoint
-from paceline.models.weight_files import weight_files
 from paceline.text.tokenizer import Tokenizer
 from tests.models.quantization.test_gguf_experts import (
     STRETCHED,
@@ -28,6 +25,7 @@ from tests.models.quantization.test_gguf_experts import (
     check_logits,
     check_ranks,
     theirs,
+    written_folder,
 )
 from tests.support.gguf_deepseek import (
     DENSE,
@@ -142,9 +140,7 @@ def test_a_whole_folder(tmp_path: Path) -> None:
     """In bf16, with kv_b_proj in one piece and the correction in float32."""
     meant = write_deepseek2(tmp_path / "tiny.gguf", Kind.F16)
     folder = tmp_path / "folder"
-    folder.mkdir()
-    convert(tmp_path / "tiny.gguf", folder, lambda what, share: None)
-    written = LazyTensors(weight_files(folder), torch.float32)
+    written = written_folder(tmp_path / "tiny.gguf", folder)
     assert set(written) == set(meant)
     for name in ("self_attn.kv_b_proj.weight", "mlp.gate.e_score_correction_bias"):
         weight = meant[f"model.layers.1.{name}"]

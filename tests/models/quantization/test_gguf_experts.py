@@ -115,6 +115,13 @@ def check_drafts_batches_and_chunks(file: Path) -> None:
         assert [(o.token_ids, o.logit_bits) for o in got] == [(p.token_ids, p.logit_bits) for p in plain]
 
 
+def written_folder(file: Path, folder: Path) -> LazyTensors:
+    """The file as a folder of Hugging Face's; its tensors, float32."""
+    folder.mkdir()
+    convert(file, folder, lambda what, share: None)
+    return LazyTensors(weight_files(folder), torch.float32)
+
+
 def check_ranks(file: Path) -> None:
     """Two ranks have the bits of one."""
     folder = hub.resolve_model(str(file))
@@ -210,9 +217,7 @@ def test_ranks_have_their_own_experts(tmp_path: Path) -> None:
 def test_a_whole_folder_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meant = write_qwen3moe(tmp_path / "tiny.gguf", Kind.F16)
     folder = tmp_path / "folder"
-    folder.mkdir()
-    convert(tmp_path / "tiny.gguf", folder, lambda what, share: None)
-    written = LazyTensors(weight_files(folder), torch.float32)
+    written = written_folder(tmp_path / "tiny.gguf", folder)
     assert set(written) == set(meant)
     for name, weight in meant.items():
         assert torch.equal(written[name], weight.bfloat16().float()), name

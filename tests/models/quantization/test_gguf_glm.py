@@ -15,10 +15,7 @@ from paceline.layers.build import load_kernels
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
-from paceline.models.gguf.convert import convert
-from paceline.models.loader import LazyTensors
 from paceline.models.registry import load_target, open_checkpoint
-from paceline.models.weight_files import weight_files
 from tests.models.quantization.test_gguf_experts import (
     STRETCHED,
     YARN,
@@ -26,6 +23,7 @@ from tests.models.quantization.test_gguf_experts import (
     check_logits,
     check_ranks,
     theirs,
+    written_folder,
 )
 from tests.support.gguf_experts import (
     EXPERTS,
@@ -123,10 +121,8 @@ def test_a_whole_folder_keeps_the_correction(tmp_path: Path) -> None:
     """Mutant: it is written in bf16."""
     meant = write_glm4moe(tmp_path / "tiny.gguf", Kind.F16)
     folder = tmp_path / "folder"
-    folder.mkdir()
-    convert(tmp_path / "tiny.gguf", folder, lambda what, share: None)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert torch.equal(LazyTensors(weight_files(folder), torch.float32)[name], meant[name])
+    assert torch.equal(written_folder(tmp_path / "tiny.gguf", folder)[name], meant[name])
     load_target(folder, torch.bfloat16, torch.device("cpu"))
 
 
