@@ -168,7 +168,7 @@ def peers(
         typer.Option(help='JSON lines: Spec-Bench\'s format, or {"prompt": ...}; kept texts when not given.'),
     ] = None,
     model: Annotated[str, typer.Option(help="Model to compare on.")] = "smollm2-135m-instruct",
-    only: Annotated[str, typer.Option(help="These alone: paceline, transformers, llama.cpp, vllm.")] = "",
+    only: Annotated[str, typer.Option(help="These alone: paceline, transformers, llama.cpp, vllm, openvino.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate per prompt at most.")] = 64,
     long_prompt_tokens: Annotated[int, typer.Option(min=16, help="Prompt of the time to first token.")] = 1024,

@@ -1,8 +1,8 @@
 """``paceline bench peers``: one request at a time to each engine, the same prompts, on the same cores, in one run.
 
-Servers are asked over HTTP by the same client, each in a process of its own that runs alone; transformers has no server
-to speak of and runs `benchmarks.peers.transformers_worker`. A peer that is not installed, or does not start, has a row
-that says so.
+Servers are asked over HTTP by the same client, each in a process of its own that runs alone. transformers and OpenVINO
+have no server to speak of: `benchmarks.peers.transformers_worker` and `benchmarks.peers.openvino_worker` run them. A
+peer that is not installed, or does not start, has a row that says so.
 """
 
 from __future__ import annotations
@@ -14,12 +14,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.common.processes import NotReady, ended_by_signals
-from benchmarks.peers.servers import DRAFT_TOKENS, PEERS, cores, head_setting, peer_settings
+from benchmarks.peers.engines import in_process
+from benchmarks.peers.openvino_worker import PROMPT_LOOKUP
+from benchmarks.peers.servers import (
+    DRAFT_TOKENS,
+    OPENVINO_PYTHON,
+    PEERS,
+    cores,
+    head_setting,
+    installed,
+    openvino_folder,
+    peer_settings,
+    require,
+)
 from benchmarks.serving import questions
 from benchmarks.serving.arrivals import Arrival
 from benchmarks.serving.client import Limits, Server, drive, served_model
@@ -29,9 +42,10 @@ from benchmarks.serving.workload import plan as plan_asks
 from benchmarks.speculation.prompts import Prompt
 from benchmarks.tables import Grid
 from paceline.errors import ConfigError
+from paceline.spec_decode.heads.shipped import shipped_heads
 
 LONG_PROMPTS = 3  # of the time to first token; their median counts
-ENGINES = ("paceline", "transformers", *PEERS)
+ENGINES = ("paceline", "transformers", *PEERS, "openvino")
 LIMITS = Limits(outstanding=1, deadline_s=300.0)
 WORKER_TIMEOUT_S = 600.0
 MESSAGE_CHARACTERS = 300
@@ -50,6 +64,10 @@ class PeersPlan:
     prompts: str
     max_tokens: int
     long_prompt_tokens: int
+
+    def in_turn(self) -> list[Ask]:
+        """All of them, one after the other."""
+        return [*self.warm_up, *self.decode, *self.long]
 
 
 @dataclass(frozen=True)
@@ -128,38 +146,60 @@ def run(plan: PeersPlan, model: str, folder: Path, only: Sequence[str], progress
 def _rows(name: str, plan: PeersPlan, model: str, folder: Path, tell: Callable[[str], None]) -> Iterator[Row]:
     if name == "paceline":
         for layout in ("one node", "apart"):
-            plain, drafted = deployments(model, [layout], ["none", "default"], ())
-            yield _row(f"paceline, {layout}", "draft heads", plain, drafted, plan, tell)
+            settings = deployments(model, [layout], ["none", "default"], ())
+            plain, drafted = (_served(setting, plan) for setting in settings)
+            yield _row(f"paceline, {layout}", "draft heads", plain, drafted, tell)
     elif name == "transformers":
-        tell(name)
-        yield _transformers(plan, folder)
+        asks = [Asked(name, partial(_transformers, plan, folder, tokens)) for tokens in (0, DRAFT_TOKENS)]
+        yield _row(name, "n-gram", asks[0], asks[1], tell)
     else:
         try:
-            plain, drafted = peer_settings([name], folder)
+            plain, drafted, head = _openvino(plan, folder) if name == "openvino" else _peer(name, plan, folder)
         except ConfigError as error:
             yield Row(name, None, None, "", error.message)
             return
-        row = _row(name, "n-gram", plain, drafted, plan, tell)
+        row = _row(name, "n-gram", plain, drafted, tell)
         yield row
-        if head := head_setting(name, folder):
+        if head:
             row = replace(row, name=head.name, drafted=None, how="EAGLE-3, our head", reason="")
-            yield _with(row, "drafted", head, plan, tell)
+            yield _with(row, "drafted", head, tell)
 
 
-def _row(name: str, how: str, plain: Setting, drafted: Setting, plan: PeersPlan, tell: Callable[[str], None]) -> Row:
-    row = Row(name, None, None, how)
-    return _with(_with(row, "plain", plain, plan, tell), "drafted", drafted, plan, tell)
+@dataclass(frozen=True)
+class Asked:
+    """An engine to be measured. ``measure`` starts it, asks it and ends it; it raises ConfigError, NotReady."""
+
+    name: str
+    measure: Callable[[], Figures]
 
 
-def _with(row: Row, field: str, setting: Setting, plan: PeersPlan, tell: Callable[[str], None]) -> Row:
+def _row(name: str, how: str, plain: Asked, drafted: Asked, tell: Callable[[str], None]) -> Row:
+    return _with(_with(Row(name, None, None, how), "plain", plain, tell), "drafted", drafted, tell)
+
+
+def _with(row: Row, field: str, asked: Asked, tell: Callable[[str], None]) -> Row:
     """The row with a figure, or with the reason why there is none."""
-    tell(setting.name)
+    tell(asked.name)
     try:
-        with setting.start() as url:
-            return replace(row, **{field: asyncio.run(_measured(plan, url))})  # type: ignore[arg-type]
+        return replace(row, **{field: asked.measure()})  # type: ignore[arg-type]
     except (NotReady, ConfigError) as error:
         message = str(error).strip()[-MESSAGE_CHARACTERS:]
-        return replace(row, reason=f"{row.reason} {setting.name}: {message}".strip())
+        return replace(row, reason=f"{row.reason} {asked.name}: {message}".strip())
+
+
+def _peer(name: str, plan: PeersPlan, folder: Path) -> tuple[Asked, Asked, Asked | None]:
+    """Plainly, with copied tokens, with our head where there is one. Raises ConfigError where it is not installed."""
+    plain, drafted = peer_settings([name], folder)
+    head = head_setting(name, folder)
+    return _served(plain, plan), _served(drafted, plan), _served(head, plan) if head else None
+
+
+def _served(setting: Setting, plan: PeersPlan) -> Asked:
+    def measure() -> Figures:
+        with setting.start() as url:
+            return asyncio.run(_measured(plan, url))
+
+    return Asked(setting.name, measure)
 
 
 async def _measured(plan: PeersPlan, url: str) -> Figures:
@@ -191,26 +231,47 @@ def figures(decode: Sequence[Timing], long: Sequence[Timing]) -> Figures:
     return Figures(tokens / took_s if took_s else 0.0, tokens, first_ms)
 
 
-def _transformers(plan: PeersPlan, folder: Path) -> Row:
-    row = Row("transformers", None, None, "n-gram")
-    for field, draft_tokens in (("plain", 0), ("drafted", DRAFT_TOKENS)):
-        asks = [[ask.text, ask.max_tokens] for ask in (*plan.warm_up, *plan.decode, *plan.long)]
-        job = {"model": str(folder), "threads": cores(), "draft_tokens": draft_tokens, "asks": asks}
-        command = [sys.executable, "-m", "benchmarks.peers.transformers_worker"]
-        try:
-            done = subprocess.run(
-                command, input=json.dumps(job), capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            row = replace(row, reason=f"not done after {WORKER_TIMEOUT_S:g} s")
-            continue
-        if done.returncode != 0:
-            row = replace(row, reason=done.stderr.strip()[-MESSAGE_CHARACTERS:])
-            continue
-        found = [(one["stamps"], one["tokens"]) for one in json.loads(done.stdout)][len(plan.warm_up) :]
-        told = figures(found[: len(plan.decode)], found[len(plan.decode) :])
-        row = replace(row, **{field: told})  # type: ignore[arg-type]
-    return row
+def _transformers(plan: PeersPlan, folder: Path, draft_tokens: int) -> Figures:
+    """Raises ConfigError."""
+    asks = [[ask.text, ask.max_tokens] for ask in plan.in_turn()]
+    job = {"model": str(folder), "threads": cores(), "draft_tokens": draft_tokens, "asks": asks}
+    command = [sys.executable, "-m", "benchmarks.peers.transformers_worker"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(job), capture_output=True, text=True, timeout=WORKER_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError("peers", f"not done after {WORKER_TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise ConfigError("peers", done.stderr.strip())
+    return _counted(plan, [(one["stamps"], one["tokens"]) for one in json.loads(done.stdout)])
+
+
+def _openvino(plan: PeersPlan, folder: Path) -> tuple[Asked, Asked, Asked | None]:
+    """Plainly, with copied tokens, with our head. Raises ConfigError where it is not installed."""
+    weights, head = openvino_folder(folder.name, "bf16"), openvino_folder(folder.name, "eagle3")
+    require("openvino", [installed(OPENVINO_PYTHON), weights])
+
+    def asked(name: str, drafting: str = "") -> Asked:
+        ask = in_process(weights, "bf16", drafting, ignore_eos=False)
+
+        def measure() -> Figures:
+            if drafting == str(head):
+                require("openvino", [head])
+            groups = ask([[one] for one in plan.in_turn()])
+            return _counted(plan, [(timing.stamps, timing.tokens) for (timing,) in groups])
+
+        return Asked(name, measure)
+
+    drafted = asked("openvino, n-gram", PROMPT_LOOKUP)
+    has_head = shipped_heads(folder.name, "eagle3") is not None
+    return asked("openvino"), drafted, asked("openvino, our head", str(head)) if has_head else None
+
+
+def _counted(plan: PeersPlan, found: Sequence[Timing]) -> Figures:
+    """What answers to ``plan.in_turn()`` come to; warm-ups do not count."""
+    counted = found[len(plan.warm_up) :]
+    return figures(counted[: len(plan.decode)], counted[len(plan.decode) :])
 
 
 def grid(report: PeersReport) -> Grid:

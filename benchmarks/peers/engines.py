@@ -87,7 +87,7 @@ def engines(model: str, folder: Path) -> list[Engine]:
         )
     for name, (kind, precision) in OPENVINO.items():
         weights = servers.openvino_folder(folder.name, kind)
-        needs, ask = (servers.OPENVINO_PYTHON, weights), _in_process(weights, precision)
+        needs, ask = (servers.installed(servers.OPENVINO_PYTHON), weights), in_process(weights, precision)
         found.append(Engine("openvino", name, BITS[kind], needs, "openvino", ask))
     return sorted(found, key=lambda engine: -engine.bits)
 
@@ -117,10 +117,15 @@ def _timing(outcome: Outcome) -> Timing:
     return Timing(outcome.stamps, outcome.output_tokens, outcome.prompt_tokens)
 
 
-def _in_process(weights: Path, precision: str) -> Callable[[Groups], list[list[Timing]]]:
+def in_process(
+    weights: Path, precision: str, drafting: str = "", *, ignore_eos: bool = True
+) -> Callable[[Groups], list[list[Timing]]]:
+    """OpenVINO. drafting: as its worker is told it, by ``openvino_worker.PROMPT_LOOKUP`` or the folder of a head."""
+
     def ask(groups: Groups) -> list[list[Timing]]:
         texts = [[(one.text, one.max_tokens) for one in group] for group in groups]
         about = {"threads": servers.cores(), "slots": servers.SLOTS, "context": servers.CONTEXT, "precision": precision}
+        about |= {"drafting": drafting, "draft_tokens": servers.DRAFT_TOKENS, "ignore_eos": ignore_eos}
         try:
             done = subprocess.run(
                 [str(servers.OPENVINO_PYTHON), str(openvino_worker.__file__)],

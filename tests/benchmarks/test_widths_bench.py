@@ -137,11 +137,11 @@ def test_a_type_has_a_row_where_the_models_rows_can_be_written_in_it(tmp_path: P
 class Steps:
     """A pipeline whose requests get so many tokens in each step; it stands for its own tokenizer and ids."""
 
-    GenerationConfig = dict
     input_ids = np.zeros((1, 3))
 
     def __init__(self, *requests: list[int]) -> None:
         self.waiting, self.asked, self.ready = list(requests), list[list[int]](), dict[int, int]()
+        self.lengths: list[int] = []
 
     def apply_chat_template(self, messages: object, **options: bool) -> str:
         return "a chat"
@@ -149,7 +149,8 @@ class Steps:
     def encode(self, text: str, **options: bool) -> Steps:
         return self
 
-    def add_request(self, number: int, ids: object, config: object) -> Handle:
+    def add_request(self, number: int, ids: object, config: SimpleNamespace) -> Handle:
+        self.lengths.append(config.max_new_tokens)
         self.asked.append(self.waiting.pop(0))
         return Handle(self, number)
 
@@ -178,7 +179,8 @@ def test_the_openvino_worker_gives_each_token_the_time_of_its_step(monkeypatch: 
     clock = iter([100.0, 101.0, 103.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     pipeline = Steps([1, 1], [0, 2])
-    found = openvino_worker.timed(pipeline, pipeline, pipeline, [("one", 2), ("two", 2)])
+    found = openvino_worker.timed(pipeline, pipeline, SimpleNamespace(), [("one", 2), ("two", 3)])
+    assert pipeline.lengths == [2, 3]
     assert found == [
         {"stamps": [1.0, 3.0], "tokens": 2, "prompt_tokens": 3},
         {"stamps": [3.0], "tokens": 2, "prompt_tokens": 3},
