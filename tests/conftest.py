@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -16,6 +17,9 @@ from tests.support.worker_memory import give_back, memory
 if TYPE_CHECKING:
     from tests.support.interpreter import Again
     from tests.support.server import Server
+
+# Read when OpenMP is loaded. Other tests want the core on which a helper would wait for the next parallel region.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 MIB = 1 << 20
 COLLECT_AT_BYTES = 100 * MIB
@@ -52,8 +56,11 @@ def run_again_interpreted(pytestconfig: pytest.Config, tmp_path_factory: pytest.
 
 @pytest.fixture(autouse=True)
 def one_thread_one_seed() -> None:
-    """Every test starts alike. Tests of the parts that need no torch must not load it for this."""
-    torch = sys.modules.get("torch")
+    """Every test starts alike: a runner that was built without ``threads`` leaves the kernels all cores. Tests of the
+    parts that need no torch must not load it for this."""
+    torch, build = sys.modules.get("torch"), sys.modules.get("paceline.layers.build")
+    if build is not None and build.load_kernels.cache_info().currsize:
+        build.set_threads(1)
     if torch is not None:
         torch.set_num_threads(1)
         if torch.cuda.is_available():
