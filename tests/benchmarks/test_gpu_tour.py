@@ -41,7 +41,7 @@ def test_a_stage_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.Monk
     asked = [
         stage("beside", "import time; time.sleep(0.2); print('compiled')", beside=True, until="reads"),
         stage("fails", "print('it broke'); raise SystemExit(4)"),
-        stage("hangs", hangs, limit_s=2.0),
+        stage("hangs", hangs, limit_s=5.0),
         stage("deaf", deaf, limit_s=0.6),
         stage("reads", reads),
         stage("large", "pass", least_s=500.0),

@@ -18,7 +18,7 @@ from paceline.results import joined
 from tests.support.recorded_answers import MALFORMED, TOOLS, WELL_FORMED, Recorded, groupings, read
 from tests.support.tiny_tokenizers import QUICK
 
-GROUPINGS = 1000
+GROUPINGS = 200
 ALL = WELL_FORMED + MALFORMED
 PIECES = sorted(
     {m for form in TOOL_FORMATS.values() for m in form.markers}
@@ -49,7 +49,10 @@ def expected(case: Recorded) -> tuple[str, str, tuple[tuple[str, str, str], ...]
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.tool_calls} {case.text[:40]!r}")
 def test_parts_and_groupings(case: Recorded) -> None:
+    """Whole, in two pieces wherever they are cut, and in pieces of any size."""
     assert read(case.form, [case.text]) == expected(case)
+    for at in range(1, len(case.text)):
+        assert read(case.form, [case.text[:at], case.text[at:]]) == expected(case), at
     for pieces in groupings(case.text, GROUPINGS, seed=len(case.text)):
         assert read(case.form, pieces) == expected(case), pieces
 

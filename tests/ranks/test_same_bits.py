@@ -130,7 +130,7 @@ def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
 
 
 @pytest.mark.cases("runners", list(MODELS), list(EVERY_MODEL), indirect=True, scope="module")
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.sets(st.integers(1, ROWS - 1), max_size=4), min_size=1, max_size=3), seed=st.integers(0, 999))
 def test_logits_and_rows(
     runners: dict[int, ModelRunner], cuts: list[set[int]], seed: int, same_rows: Callable[..., None]
