@@ -44,15 +44,16 @@ def same_rows(record_property: Callable[[str, object], None]) -> Callable[[Seque
 
 
 @pytest.fixture
-def same_outcomes(same_rows: Callable[[Sequence[object], Sequence[object]], None]) -> Callable[..., None]:
-    """Compares logit bits, tokens and accepted drafts of requests with those of one rank."""
+def same_outcomes(same_rows: Callable[[Sequence[object], Sequence[object]], None]) -> Callable[..., bool]:
+    """Whether logit bits, tokens and accepted drafts of requests are those of one rank. Fails itself with tokens or bits
+    that differ, to say which or how many."""
 
-    def check(got: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    def same(got: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
         assert [outcome.token_ids for outcome in got] == [outcome.token_ids for outcome in expected]
         same_rows(*([bits for outcome in side for bits in outcome.logit_bits] for side in (got, expected)))
-        assert list(got) == list(expected)
+        return list(got) == list(expected)
 
-    return check
+    return same
 
 
 @pytest.hookimpl(wrapper=True)

@@ -86,7 +86,7 @@ def early_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_degrees_may_differ(
     case: Apart,
     one_rank: OneRank,
-    same_outcomes: Callable[..., None],
+    same_outcomes: Callable[..., bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
@@ -104,7 +104,7 @@ async def test_degrees_may_differ(
     async with pair(tiny_config(case.dtype, options), *runners) as nodes:
         for cached in (0, 48):  # whole pages on both sides
             apart = await nodes.run(requests(), concurrent=2)
-            same_outcomes([outcome for outcome, _ in apart], together)
+            assert same_outcomes([outcome for outcome, _ in apart], together)
             for _, answer in apart:
                 assert answer.handed_off is not None
                 assert answer.handed_off.bytes.target_kv == (PROMPT - cached) * row

@@ -79,7 +79,7 @@ EVERY = [
 
 @pytest.mark.cases("case", FEW, EVERY, ids=str)
 async def test_rows_go_to_the_rank_of_their_sequence(
-    case: Dealt, one_rank: OneRank, same_outcomes: Callable[..., None]
+    case: Dealt, one_rank: OneRank, same_outcomes: Callable[..., bool]
 ) -> None:
     """What crosses is that of one rank. The second turn finds prompts cached on both sides."""
     name = "latents and experts"
@@ -96,7 +96,7 @@ async def test_rows_go_to_the_rank_of_their_sequence(
         # Whole pages on both sides; beside another sequence one may go where its prefix is not cached.
         for cached, concurrent in ((0, 2), (48, 1)):
             apart = await nodes.run(requests(), concurrent=concurrent)
-            same_outcomes([outcome for outcome, _ in apart], together)
+            assert same_outcomes([outcome for outcome, _ in apart], together)
             for _, answer in apart:
                 assert answer.handed_off is not None
                 assert answer.handed_off.bytes.target_kv == (PROMPT - cached) * row

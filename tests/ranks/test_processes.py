@@ -30,7 +30,7 @@ def followers() -> list[psutil.Process]:
     [("bf16", "int8", 20), ("bf16", "auto", 20), ("fp32", "auto", 20)],
 )
 def test_a_node_of_three_ranks(
-    dtype: str, kv_dtype: str, prompts: int, smollm2_folder: Path, same_outcomes: Callable[..., None]
+    dtype: str, kv_dtype: str, prompts: int, smollm2_folder: Path, same_outcomes: Callable[..., bool]
 ) -> None:
     """Mutant: followers keep KV in the model's dtype, whatever kv_dtype says."""
     options = {"model": str(smollm2_folder), "drafter": "ngram", "kv_cache_tokens": 1024, "dtype": dtype}
@@ -39,7 +39,7 @@ def test_a_node_of_three_ranks(
     alone = run(build_runner(NodeConfig.model_validate(options)), requests, batch=2)
     runner = build_runner(NodeConfig.model_validate(options | {"tp": 3}))
     assert len(followers()) == 2
-    same_outcomes(run(runner, requests, batch=2), alone)
+    assert same_outcomes(run(runner, requests, batch=2), alone)
     followers()[1].send_signal(signal.SIGKILL)
     with pytest.raises(NodeUnavailable, match="ranks of this node are lost"):
         run(runner, requests)

@@ -234,12 +234,12 @@ def test_drafts_are_the_same(
     degree: int,
     pools: int,
     one_rank: OneRank,
-    same_outcomes: Callable[..., None],
+    same_outcomes: Callable[..., bool],
 ) -> None:
     """Rounds, and logits behind every token: trees are verified and compacted on all ranks, heads run on rank 0. The
     second turn finds its prompts cached."""
     runner = one_rank.runner(degree, model, dtype, drafter, tree, attention_dp=pools)
     for batch, chunk_tokens in ((3, 23), (2, 100)):
         outcomes = run(runner, requests(tree), batch=batch, chunk_tokens=chunk_tokens)
-        same_outcomes(outcomes, one_rank.outcomes(model, dtype, drafter, tree))
+        assert same_outcomes(outcomes, one_rank.outcomes(model, dtype, drafter, tree))
     runner.close()

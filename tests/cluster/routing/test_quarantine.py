@@ -63,7 +63,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LEAST_S", 0.001), ("REST_LIFE_S", 0.2), ("TURN_S", 0.01)):
+    for name, seconds in (("LEAST_S", 0.001), ("REST_LIFE_S", 0.6), ("TURN_S", 0.01)):
         monkeypatch.setattr(quarantine, name, seconds)
 
 
