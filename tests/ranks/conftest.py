@@ -45,8 +45,8 @@ def same_rows(record_property: Callable[[str, object], None]) -> Callable[[Seque
 
 @pytest.fixture
 def same_outcomes(same_rows: Callable[[Sequence[object], Sequence[object]], None]) -> Callable[..., bool]:
-    """Whether logit bits, tokens and accepted drafts of requests are those of one rank. Fails itself with tokens or bits
-    that differ, to say which or how many."""
+    """Whether logit bits, tokens and accepted drafts of requests are those of one rank. It fails itself with tokens or
+    bits that differ, to say which or how many."""
 
     def same(got: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
         assert [outcome.token_ids for outcome in got] == [outcome.token_ids for outcome in expected]
