@@ -24,7 +24,7 @@ pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 # One of each state that crosses: modules have that of one, and what chooses among drafters is below.
 STATEFUL = ("medusa", "eagle", "eagle3", "mtp x3", "draft model")
-ADAPTS = ("auto", "several", "mtp x3")  # the hand-off knows nothing of lengths: those that choose most
+ADAPTS = ("auto", "several")  # the hand-off knows nothing of lengths: those that choose most
 BUSY = 8  # requests in flight, of 11: later ones join a running batch
 
 

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, object]] = {
     "medusa": {"drafter": "medusa", "num_draft_tokens": 3, "tree": "static"},
     "draft model": {"drafter": "draft_model", "num_draft_tokens": 3},
 }
+IN_FP32 = ("mtp x3", "eagle3 dynamic", "medusa", "draft model")  # one of each kind of state
 # Draft KV layers of width 2 heads x 16, and hidden rows of the draft state.
 CROSSES = {"none": (0, 0), "ngram": (0, 0), "mtp x3": (3, 2), "medusa": (0, 1), "draft model": (1, 0)}
 
@@ -64,9 +65,11 @@ def requests() -> list[SequenceRequest]:
     return [tiny_request(index=i, **extra) for i, extra in enumerate(extras)]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=needs_kernels), "fp32"])
-@pytest.mark.parametrize("case", CASES)
-async def test_apart_equals_together(dtype: str, case: str, heads: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*(pytest.param(case, "bf16", marks=needs_kernels) for case in CASES), *((case, "fp32") for case in IN_FP32)],
+)
+async def test_apart_equals_together(case: str, dtype: str, heads: Path) -> None:
     options = options_of(case, heads)
     together = run(tiny_runner(dtype, **options), requests())
     prefill = tiny_runner(dtype, page_size=16, **options)

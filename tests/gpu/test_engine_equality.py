@@ -1,4 +1,4 @@
-"""The signature on a GPU: tokens never depend on drafter, tree, batch or layout. The same bodies run on CPU.
+"""The signature on a GPU: tokens never depend on drafter, tree, batch or layout. Some of the cases run on CPU as well.
 
 In fp32 tokens are equal. In bf16 a row's bits may depend on how many rows the kernel had, so texts may part where the
 two best tokens are next to equal, and nowhere else (algorithms.md J3).
@@ -6,12 +6,13 @@ two best tokens are next to equal, and nowhere else (algorithms.md J3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from tokenizers import Tokenizer
 
 from benchmarks.speculation.drafter_specs import DraftRun, Target
@@ -22,6 +23,7 @@ from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.heads.shipped import shipped_heads
 from tests.support.device_runner import (
     DEVICES,
+    GPU,
     NARROW,
     SMOLLM2_VARIABLE,
     WIDE,
@@ -53,6 +55,7 @@ DRAFTERS: dict[str, dict[str, object]] = {
     "medusa static": {"drafter": "medusa", "num_draft_tokens": 3, "tree": "static"},
     "draft model": {"drafter": "draft_model"},
 }
+ON_A_CPU = ("ngram", "mtp x3 static", "eagle3 dynamic", "medusa static")  # test_exactness_tiny.py has the others
 WIDE_DRAFTERS = ("ngram", "mtp static", "mtp dynamic", "eagle3", "eagle3 static", "eagle3 dynamic")
 NODES = ("ngram", "mtp", "mtp x3 static", "eagle3", "eagle3 dynamic", "medusa static")
 BF16_MARGIN = 0.15  # log-probability between the two best tokens
@@ -64,6 +67,12 @@ REAL = {
     "eagle3 static": DraftRun("eagle3 static", "eagle3", (("tree", "static"), ("tree_width", "6"))),
     "eagle3 dynamic": DraftRun("eagle3 dynamic", "eagle3", (("tree", "dynamic"), ("tree_width", "3"))),
 }
+
+
+def on_devices(cases: Iterable[str]) -> list[ParameterSet]:
+    """Devices and cases: all on a GPU."""
+    on_a_cpu = [pytest.param("cpu", case) for case in cases if case in ON_A_CPU]
+    return [*on_a_cpu, *(pytest.param("cuda", case, marks=GPU) for case in cases)]
 
 
 @pytest.fixture(scope="module", params=[NARROW, WIDE])
@@ -90,8 +99,7 @@ def plain(device: str, geometry: str, dtype: str = "fp32") -> list[Completed]:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", DRAFTERS)
+@pytest.mark.parametrize(("device", "case"), on_devices(DRAFTERS))
 def test_drafts_change_no_token(device: str, case: str, heads: dict[str, Path]) -> None:
     runner = device_runner(device, NARROW, **with_heads(DRAFTERS[case], heads[NARROW]))
     done = answers(runner, mixed_requests())
@@ -99,8 +107,7 @@ def test_drafts_change_no_token(device: str, case: str, heads: dict[str, Path]) 
     assert sum(each.stats.draft_tokens for each in done) > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", WIDE_DRAFTERS)
+@pytest.mark.parametrize(("device", "case"), on_devices(WIDE_DRAFTERS))
 def test_drafts_change_no_token_where_heads_are_wide(device: str, case: str, heads: dict[str, Path]) -> None:
     runner = device_runner(device, WIDE, **with_heads(DRAFTERS[case], heads[WIDE]))
     assert texts(answers(runner, mixed_requests())) == texts(plain(device, WIDE))
@@ -127,8 +134,7 @@ def test_rounds_that_accept_and_refuse_change_no_token(device: str, heads: dict[
     assert max(accepted) >= 3
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", WIDE_DRAFTERS)
+@pytest.mark.parametrize(("device", "case"), on_devices(WIDE_DRAFTERS))
 def test_bf16_parts_only_where_the_best_two_are_equal(device: str, case: str, heads: dict[str, Path]) -> None:
     asked = [tiny_request(index=i, max_tokens=20, top_logprobs=2) for i in range(4)]
     expected = answers(device_runner(device, WIDE, "bf16", drafter="none"), asked, batch=1)
@@ -145,9 +151,8 @@ def test_bf16_parts_only_where_the_best_two_are_equal(device: str, case: str, he
 # ---- prefill and decode apart
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["draft_kv", "hidden_states"])
-@pytest.mark.parametrize("case", NODES)
+@pytest.mark.parametrize(("device", "case"), on_devices(NODES))
 def test_apart_equals_together(device: str, case: str, mode: str, heads: dict[str, Path]) -> None:
     options = with_heads(DRAFTERS[case], heads[NARROW]) | {"handoff": mode}
     decode = Decode(device_runner(device, NARROW, page_size=8, **options))
@@ -204,11 +209,8 @@ def real_plain(device: str) -> list[list[int]]:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize(("device", "case"), on_devices(REAL))
 def test_the_real_model(device: str, case: str) -> None:
-    if device == "cpu" and case not in ("ngram tree", "eagle3"):
-        pytest.skip("on CPU tests/engine/test_exactness_matrix.py has all of them")
     run = REAL[case]
     if run.drafter == "eagle3" and shipped_heads("smollm2-135m-instruct", "eagle3") is None:
         pytest.skip("no EAGLE-3 heads ship beside the packages")

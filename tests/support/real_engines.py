@@ -12,17 +12,7 @@ from tests.support.exactness import Outcome, run
 from tests.support.prompts import one_temperature_each, prompt_requests
 from tests.support.worker_memory import give_back
 
-NUM_TOKENS = 20
-Options = dict[str, object]
-How = dict[str, int]
-TREES = "ngram K=8, tree, pages of 64"
-VARIANTS: dict[str, tuple[Options, How]] = {
-    TREES: (
-        {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
-        {"batch": 8},
-    ),
-    "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 20, "chunk_tokens": 7}),
-}
+NUM_PROMPTS, NUM_TOKENS = 12, 20
 
 
 class Engines:
@@ -33,7 +23,7 @@ class Engines:
         options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 5120}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config.model_copy(update={"kv_cache_tokens": 256, "max_model_len": 0}))
-        self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))
+        self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))[:NUM_PROMPTS]
         self._batch = batch
 
     @cached_property
@@ -50,14 +40,3 @@ class Engines:
         """Give back the target and all pages; plain answers that were made stay."""
         del self.first
         give_back()
-
-    def answers(self, options: Options, how: How) -> list[tuple[object, object]]:
-        """Tokens and logit bits of a variant."""
-        runner = self.variant(**options)
-        assert runner.bit_exact
-        return [(got.token_ids, got.logit_bits) for got in run(runner, self.requests, **how)]
-
-    @property
-    def right(self) -> list[tuple[object, object]]:
-        """The same of the plain answers."""
-        return [(plain.token_ids, plain.logit_bits) for plain in self.plain]
