@@ -107,7 +107,7 @@ def test_bits_packed_on_the_device(seed: int, page_size: int) -> None:
     assert np.array_equal(found.numpy(), pack_reference(batch))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), page_size=SIZES, kinds=st.sampled_from(["lcdtv", "d", "cd", "t"]))
 def test_attention_over_any_batch(seed: int, page_size: int, kinds: str) -> None:
     """Two batches through one backend: a wrapper that is planned again forgets what it held."""
@@ -121,7 +121,7 @@ def test_attention_over_any_batch(seed: int, page_size: int, kinds: str) -> None
         torch.testing.assert_close(found, plain_attention(query, kv, segments, 0.125), **BF16)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), tree=st.booleans(), more=st.integers(0, 2), single=st.booleans())
 def test_graph_buffers_over_batch_after_batch(seed: int, tree: bool, more: int, single: bool) -> None:
     rng, backend, kv = random.Random(seed), backend_of(), POOLS[4]

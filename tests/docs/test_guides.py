@@ -22,6 +22,7 @@ SHOWN = [
     for block in shell_blocks(page)
     for command in commands(block)
 ]
+COMMAND = typer.main.get_command(app)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 SERVES = ("serve", "demo")
 REFUSED = typer.BadParameter.__mro__[1]  # typer's base of what is wrong with a command line
@@ -36,7 +37,7 @@ def check(command: list[str]) -> None:
     """Raises AssertionError, REFUSED or ConfigError for a command that would be refused."""
     program, rest = Path(command[0]).name, command[1:]
     if program == "paceline":
-        parse(typer.main.get_command(app), rest)
+        parse(COMMAND, rest)
     elif program == "make":
         targets = [word for word in rest if "=" not in word and not word.startswith("-")]
         assert set(targets) <= TARGETS, command

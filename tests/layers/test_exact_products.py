@@ -40,6 +40,7 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 LEAF = 64  # elements of k, for small matrices
 WIDTHS = {"w8a8": 200, "w4a8": 160, "Q6_K": 144}  # of a kind in many groups, which take long in the interpreter; or 256
+ALL_COUNTS = ("w8a8 groups of 128", "w4a16", "float8")  # kinds that are multiplied with every number of rows
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
 
 
@@ -76,7 +77,8 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> 
 @pytest.mark.parametrize("kind", [*ON_GPUS, "Q6_K", "int8 with zero points"])
 def test_codes_are_read_as_they_lie(kind: str) -> None:
     with exact_products.short_leaves(LEAF):
-        exact_products.check_codes(CPU, kind, WIDTHS.get(kind, 256))
+        counts = exact_products.COUNTS if kind in ALL_COUNTS else exact_products.FEW_COUNTS
+        exact_products.check_codes(CPU, kind, WIDTHS.get(kind, 256), counts)
 
 
 @interpreted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from unittest import mock
@@ -22,6 +22,7 @@ from tests.support.quantized_weights import KINDS, OF_FILES
 
 ROWS = 65  # past the largest tile of codes and of float32
 COUNTS = (1, 3, 16, 17, 64)
+FEW_COUNTS = (1, 17)  # of rows, where another kind has COUNTS
 PROMPT_ROWS = 300  # past the largest tile of floats of 16 bits
 
 
@@ -76,7 +77,7 @@ def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: in
     assert torch.equal(exact_linear(weight, bias, slabs=slabs)(x[:3]), whole[:3].to(dtype))
 
 
-def check_codes(device: torch.device, kind: str, width: int) -> None:
+def check_codes(device: torch.device, kind: str, width: int, counts: Sequence[int] = COUNTS) -> None:
     """Integers: the bits of the reference, on a CPU. Other codes: those of the weight as floats of x's dtype in the
     interpreter; a GPU's matrix instructions take the terms in another order there. A row's bits are its own."""
     weight = (KINDS | OF_FILES)[kind](torch.randn(40, width))
@@ -95,7 +96,7 @@ def check_codes(device: torch.device, kind: str, width: int) -> None:
     in_order = weight.int8_activations or device.type == "cpu"
     close = {"rtol": 0.0, "atol": 0.0} if in_order else {"rtol": 1e-4, "atol": 1e-5 * width**0.5}
     torch.testing.assert_close(found.cpu(), expected, equal_nan=True, **close)
-    for rows in (slice(4, 6), *(slice(0, count) for count in COUNTS)):
+    for rows in (slice(4, 6), *(slice(0, count) for count in counts)):
         torch.testing.assert_close(linear(x[rows].to(device)), found[rows], rtol=0, atol=0, equal_nan=True)
 
 

@@ -40,6 +40,7 @@ TOGETHER = (  # one worker takes them all
     ),
 )
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
+FROM_THE_END = 2  # workers that take the short files, which compute while whole deployments wait
 # A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one: the
 # largest adds 1,511 MiB to what its worker begins with, which is 180 MiB, or 325 with a CUDA build of torch.
 RETIRES_AT_BYTES, AFTER_REAL_MODEL_BYTES = 1 << 30, 352 << 20
@@ -181,7 +182,7 @@ class Workers:
         words += ["-o", f"cache_dir=.pytest_cache/worker-{number}"]
         with log.open("w") as output, started(words, output) as fed:
             try:
-                while fed.goes_on and (taken := self._take()):
+                while fed.goes_on and (taken := self._take(number)):
                     unit = taken
                     for data in fed.run(unit):
                         self._report(fed, data)
@@ -192,9 +193,9 @@ class Workers:
             for name in unit:
                 self._heard.put(pytest.TestReport(name, (name, None, name), {}, "failed", why, "call"))
 
-    def _take(self) -> Unit:
+    def _take(self, number: int) -> Unit:
         try:
-            return self._units.popleft()
+            return self._units.pop() if 0 < number <= FROM_THE_END else self._units.popleft()
         except IndexError:
             return []
 
@@ -246,7 +247,7 @@ def send(file: BinaryIO, message: object) -> None:
 
 def units(config: pytest.Config) -> list[Unit]:
     """The arguments' files: those of the real model first, while workers are small, then whole deployments, which take
-    longest and mostly wait, then others that start processes. Short ones are left, which end together."""
+    longest and mostly wait, then others that start processes, then short ones."""
     left_out = [Path(path).resolve() for path in config.getoption("ignore") or ()]
     found: dict[str | tuple[str, ...], Unit] = {}
     for argument in config.args:
