@@ -17,7 +17,7 @@ from tests.fuzz.grpc_calls import RPCS, wrong
 from tests.fuzz.grpc_sending import CHANNEL, Sender
 from tests.fuzz.proto_mutations import noise
 
-MESSAGES = FULL or 700
+MESSAGES = FULL or 450
 
 
 async def test_messages_that_are_wrong(served: Deployment, kept: Kept) -> None:

@@ -25,7 +25,7 @@ from tests.support.all_ports import IN, PORTS, Credential, context_of, deployed
 from tests.support.all_ports import Deployment as AllPorts
 from tests.support.certificates import make_folder, secured
 
-FRAMES = 10 * FULL or 800
+FRAMES = 10 * FULL or 500
 SLOW_BYTES = 200 if FULL else 10  # that a slow connection sends, ten a second
 AT_ONCE, SLOW_AT_ONCE = 24, 12
 MEMORY = 300 * 2**20  # bytes that a process may grow by

@@ -9,7 +9,7 @@ from tests.fuzz.deployment import Deployment
 from tests.fuzz.http_cases import Cases
 from tests.fuzz.http_sending import HttpSender
 
-REQUESTS = FULL or 700
+REQUESTS = FULL or 450
 
 
 async def test_requests_that_are_wrong(served: Deployment, kept: Kept) -> None:

@@ -27,6 +27,22 @@ TOGETHER = (  # one worker takes them all
     ("tests/fuzz/",),  # they share one deployment
     ("tests/clients/", "tests/examples/"),  # so do these
     ("tests/e2e/test_disaggregated_matrix.py", "tests/engine/test_exactness_matrix.py"),  # and these a loaded target
+    (  # and these transformers, whose import takes three seconds
+        "tests/models/quantization/test_gguf_",
+        "tests/models/quantization/test_smooth.py",
+        "tests/models/test_deepseek_parity.py",
+        "tests/models/test_mimo.py",
+        "tests/models/test_model_spec.py",
+        "tests/models/test_moe_parity.py",
+        "tests/models/test_rope_configs.py",
+        "tests/models/test_window_parity.py",
+        "tests/models/test_wrapped.py",
+        "tests/parsing/test_call_grammar.py",
+        "tests/spec_decode/heads/test_eagle_heads.py",
+        "tests/text/test_forging.py",
+        "tests/text/test_tekken.py",
+        "tests/text/test_tool_templates.py",
+    ),
     (  # and these a process with Triton's interpreter
         "tests/assembly/test_warm.py",
         "tests/attention/test_flashinfer_rest.py",
