@@ -10,7 +10,7 @@ WIDTHS ?=
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SIDE_BY_SIDE := -p tests.support.side_by_side --workers 5 -o console_output_style=classic
+SIDE_BY_SIDE := -p tests.support.side_by_side --workers 4 -o console_output_style=classic
 
 .PHONY: setup demo serve test suite quick check check-types check-style docs fuzz fuzz-surface chaos hosts soak clients proto bench pictures clean help
 

@@ -55,6 +55,8 @@ TOGETHER = (  # one worker takes them all
         "tests/spec_decode/accept/test_device_walk.py",
     ),
 )
+# These take longest and mostly wait.
+FIRST = ("test_ranks.py", "test_redis_and_routers.py", "test_role_switch.py", "test_takeover.py")
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
 FROM_THE_END = 2  # workers that take the short files, which compute while whole deployments wait
 # A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one: the
@@ -262,8 +264,8 @@ def send(file: BinaryIO, message: object) -> None:
 
 
 def units(config: pytest.Config) -> list[Unit]:
-    """The arguments' files: those of the real model first, while workers are small, then whole deployments, which take
-    longest and mostly wait, then others that start processes, then short ones."""
+    """The arguments' files: FIRST, then those of the real model, while workers are small, then other deployments, then
+    others that start processes, then short ones."""
     left_out = [Path(path).resolve() for path in config.getoption("ignore") or ()]
     found: dict[str | tuple[str, ...], Unit] = {}
     for argument in config.args:
@@ -278,10 +280,11 @@ def units(config: pytest.Config) -> list[Unit]:
     return sorted(found.values(), key=_late)
 
 
-def _late(unit: Unit) -> tuple[bool, bool, bool]:
+def _late(unit: Unit) -> tuple[bool, ...]:
     text = _text(unit)
+    waits_long = any(name.startswith("tests/e2e/") and name.endswith(FIRST) for name in unit)
     starts_processes = "subprocess" in text or "run_again_interpreted" in text
-    return not of_real_model(unit), "mark.e2e" not in text and len(unit) == 1, not starts_processes
+    return not waits_long, not of_real_model(unit), "mark.e2e" not in text and len(unit) == 1, not starts_processes
 
 
 def of_real_model(unit: Unit) -> bool:
