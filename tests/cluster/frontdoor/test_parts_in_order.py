@@ -23,7 +23,7 @@ from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
 CALL = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
 TEXT = f"hm</think>Sure.{CALL.format('Rome')}{CALL.format('Oslo')}Done.{CALL.format('Bonn')}End."
 FORM = AnswerFormat("hermes", "think", True, (CallableTool("weather"),))
-PROMPT, SEED, COUNT = (1, 2), 5, 200
+PROMPT, SEED, COUNT = (1, 2), 5, 80
 TOLD = [
     "hm",
     "Sure.",
