@@ -31,7 +31,7 @@ from tests.support.real_weights import Weights
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
-# Half of the cells: what else their trees and lengths meet is what another case meets.
+# These have half of the cells; another drafter of their kind has all.
 LIKE_ANOTHER = ("suffix", "trie", "eagle", "eagle3, greedy drafts", "mtp")
 ADAPT = ("ngram", "eagle3", "mtp x3", "draft model", "auto", "several")  # a length is cut alike for drafters of a kind
 FP32 = (  # one of each kind of state; the most of it, of three modules, is handed over in test_disaggregated_matrix.py

@@ -55,8 +55,12 @@ TOGETHER = (  # one worker takes them all
         "tests/spec_decode/accept/test_device_walk.py",
     ),
 )
-# These take longest and mostly wait.
-FIRST = ("test_ranks.py", "test_redis_and_routers.py", "test_role_switch.py", "test_takeover.py")
+FIRST = (  # these take longest and mostly wait
+    "tests/e2e/test_ranks.py",
+    "tests/e2e/test_redis_and_routers.py",
+    "tests/e2e/test_role_switch.py",
+    "tests/e2e/test_takeover.py",
+)
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
 FROM_THE_END = 2  # workers that take the short files, which compute while whole deployments wait
 # A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one: the
@@ -282,9 +286,13 @@ def units(config: pytest.Config) -> list[Unit]:
 
 def _late(unit: Unit) -> tuple[bool, ...]:
     text = _text(unit)
-    waits_long = any(name.startswith("tests/e2e/") and name.endswith(FIRST) for name in unit)
     starts_processes = "subprocess" in text or "run_again_interpreted" in text
-    return not waits_long, not of_real_model(unit), "mark.e2e" not in text and len(unit) == 1, not starts_processes
+    return (
+        unit[0] not in FIRST,
+        not of_real_model(unit),
+        "mark.e2e" not in text and len(unit) == 1,
+        not starts_processes,
+    )
 
 
 def of_real_model(unit: Unit) -> bool:
