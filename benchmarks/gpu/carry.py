@@ -168,7 +168,9 @@ def try_imports(python: str, archives: Sequence[Path]) -> bool:
         places = [Path(scratch) / name for name in ("tree", "site")]
         for archive, place in zip(archives, places, strict=True):
             with tarfile.open(archive) as packed:
-                packed.extractall(place, filter="data")
+                # As tarfile's page says it for a Python before 3.11.4, which has no filters.
+                packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+                packed.extractall(place)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
         script = f"import importlib\nfor name in {IMPORTED!r}:\n    importlib.import_module(name)\n{VERSIONS}"
