@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.side_by_side import RETIRES_AT_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -29,9 +31,10 @@ FILES = {
 LATE_FAULT = "import atexit, os\ndef test_right():\n    atexit.register(os._exit, 3)"
 
 
-def outcome(folder: Path, *words: str) -> tuple[int, str, set[str]]:
-    """Exit code, output, and what failed, of a run with one worker at a time."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.side_by_side", "--workers", "1", "-rs", *words]
+def outcome(folder: Path, *words: str, workers: int = 1) -> tuple[int, str, set[str]]:
+    """Exit code, output, and what failed, of a run."""
+    plugin = ("-p", "tests.support.side_by_side", "--workers", str(workers))
+    command = [sys.executable, "-m", "pytest", *plugin, "-rs", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -40,14 +43,16 @@ def outcome(folder: Path, *words: str) -> tuple[int, str, set[str]]:
     return done.returncode, done.stdout, set(json.loads(file.read_text())) if file.exists() else set()
 
 
-def test_every_file_is_run_and_every_fault_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_file_is_run_and_every_fault_reported(workers: int, tmp_path: Path) -> None:
     """Mutants: a worker that ends in the middle of a file takes it with it, or ends the run; a file that cannot be
-    imported is left out; fixtures of a folder are not found by its second file, or after another folder's."""
+    imported is left out; fixtures of a folder are not found by its second file, or after another folder's; a worker
+    that takes files from the end leaves them in the queue."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    code, output, failed = outcome(tmp_path, "cases", "others", "--ignore=cases/test_ignored.py")
+    code, output, failed = outcome(tmp_path, "cases", "others", "--ignore=cases/test_ignored.py", workers=workers)
     assert code == 1
     assert "2 failed, 4 passed, 1 skipped, 1 error in" in output
     assert "needs a moon" in output
