@@ -46,7 +46,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process wi
 
 @needs_triton
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 def test_row_counts() -> None:

@@ -36,7 +36,7 @@ ODD = filled_pool(LayerKind.GQA, 2, 24, 4, PAGES + 1, torch.bfloat16)
 
 @needs_triton
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 @interpreted

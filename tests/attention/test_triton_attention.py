@@ -51,7 +51,7 @@ def small_blocks() -> Iterator[None]:
 
 @needs_triton
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 @interpreted

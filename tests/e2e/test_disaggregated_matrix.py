@@ -43,23 +43,24 @@ def weights(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> W
 @pytest.mark.parametrize("name", STATEFUL)
 async def test_bf16_fixed_lengths(name: str, smollm2_folder: Path, weights: Weights) -> None:
     cells = half_cross(CASES[name], parity=0, max_tokens=12)
-    await check(matrix(smollm2_folder, "bf16"), weights, CASES[name], cells, adaptive="off")
+    assert await faults(matrix(smollm2_folder, "bf16"), weights, CASES[name], cells, adaptive="off") == []
 
 
 @pytest.mark.parametrize("name", ADAPTS)
 async def test_bf16_adaptive_lengths(name: str, smollm2_folder: Path, weights: Weights) -> None:
     cells = half_cross(CASES[name], parity=1, max_tokens=12)
-    await check(matrix(smollm2_folder, "bf16"), weights, CASES[name], cells, adaptive="window")
+    assert await faults(matrix(smollm2_folder, "bf16"), weights, CASES[name], cells, adaptive="window") == []
 
 
 async def test_fp32(smollm2_folder: Path, weights: Weights) -> None:
     """The drafter with the most state: hidden rows and draft KV of three modules."""
     cells = half_cross(CASES["mtp x3"], parity=0, max_tokens=12)
-    await check(matrix(smollm2_folder, "fp32"), weights, CASES["mtp x3"], cells, adaptive="off")
+    assert await faults(matrix(smollm2_folder, "fp32"), weights, CASES["mtp x3"], cells, adaptive="off") == []
 
 
-async def check(target: Matrix, weights: Weights, case: Case, cells: list[Cell], **options: object) -> None:
-    """Every cell gives the plain answer, drafts what it asked for, and drafts from what was handed over."""
+async def faults(target: Matrix, weights: Weights, case: Case, cells: list[Cell], **options: object) -> list[str]:
+    """Cells that differ from the plain answer, draft what they did not ask for, whose state did not cross, or that do
+    not draft from it."""
     config = target.config_of(
         case, weights, tree="dynamic", prefill_chunk_tokens=10, max_running=BUSY, kv_cache_tokens=2048, **options
     )
@@ -69,13 +70,15 @@ async def check(target: Matrix, weights: Weights, case: Case, cells: list[Cell],
         pairs = await nodes.run([target.request(cell) for cell in cells], concurrent=BUSY)
         await nodes.all_released()
     answers = watch.answers(cells, [outcome for outcome, _ in pairs])
-    assert target.differing(cells, answers) == []
-    assert over_budget(cells, answers, named=bool(case.named)) == []
+    found = [f"{cell} differs from plain" for cell in target.differing(cells, answers)]
+    found += [f"{cell} drafts what it did not ask for" for cell in over_budget(cells, answers, named=bool(case.named))]
     crossed = [answer.handed_off for _, answer in pairs]
-    assert [c.name for c, sent in zip(cells, crossed, strict=True) if not sent or not complete(c, sent, decode)] == []
+    lacking = [c for c, sent in zip(cells, crossed, strict=True) if not sent or not complete(c, sent, decode)]
+    found += [f"the state of {cell.name} did not cross" for cell in lacking]
     if case.drafter != "auto" and not case.named:  # these find something to draft in every state that arrives
-        silent = [not a.stats.draft_tokens for a in answers]
-        assert [c.name for c, quiet in zip(cells, silent, strict=True) if c.num_draft_tokens and quiet] == []
+        silent = [c for c, a in zip(cells, answers, strict=True) if c.num_draft_tokens and not a.stats.draft_tokens]
+        found += [f"{cell.name} drafts nothing" for cell in silent]
+    return found
 
 
 def complete(cell: Cell, sent: HandedOff, decode: ModelRunner) -> bool:

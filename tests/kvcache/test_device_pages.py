@@ -17,7 +17,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process wi
 
 
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 @interpreted

@@ -50,7 +50,7 @@ def seeded() -> None:
 
 
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 @needs_triton

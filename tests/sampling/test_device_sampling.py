@@ -38,7 +38,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 def test_noise_is_the_reference_bit_for_bit() -> None:

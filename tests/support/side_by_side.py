@@ -27,7 +27,7 @@ TOGETHER = (  # one worker takes them all
     ("tests/fuzz/",),  # they share one deployment
     ("tests/clients/", "tests/examples/"),  # so do these
     ("tests/e2e/test_disaggregated_matrix.py", "tests/engine/test_exactness_matrix.py"),  # and these a loaded target
-    (  # and these transformers, whose import takes three seconds
+    (  # and these transformers, whose import takes seconds
         "tests/models/quantization/test_gguf_",
         "tests/models/quantization/test_smooth.py",
         "tests/models/test_deepseek_parity.py",

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ALONE, HOSTS, BESIDE_HOSTS = ("tests/chaos",), ("tests/multihost",), ("tests/soak", "tests/e2e/test_prefix_routing.py")
-# Four workers for two cores: a third of a worker's time is waiting. With a fifth, all of them take longer.
+# Four workers for two cores: a part of a worker's time is waiting. Each further one imports torch once more.
 SIDE_BY_SIDE = ("-p", "tests.support.side_by_side", "--workers", "4", "-o", "console_output_style=classic")
 MOST = 5  # failed tests that run again: with more, something is broken
 FAILED = 1  # pytest's exit code for failed tests; others mean that the run itself broke

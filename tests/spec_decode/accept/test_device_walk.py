@@ -22,7 +22,7 @@ CHAIN = build_tree(0, [(-1, 1), (0, 2), (1, 3)], vocab_size=10, max_nodes=4, max
 
 
 def test_in_tritons_interpreter(run_again_interpreted: Again) -> None:
-    run_again_interpreted(__file__)
+    assert run_again_interpreted(__file__) > 0
 
 
 @given(seed=st.integers(0, 2**32), num_trees=st.integers(1, 12))
